@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from ..kernels.launching import launch
+from . import gpu_plan
 from .backend import AttentionBackend, LayerCache
-from .gpu_plan import ITEM, MAX_PARTS, SPLIT, Plan
+from .gpu_plan import ITEM, Plan
 from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta
 from .reference import Reference
@@ -99,10 +100,10 @@ class PagedGPU:
     ) -> int:
         """Return the bytes of partial results and of work items."""
         assert config.max_len and config.max_seqs and config.max_batched_tokens
-        parts = min(MAX_PARTS, config.max_seqs * -(-config.max_len // SPLIT))
+        parts = min(gpu_plan.MAX_PARTS, config.max_seqs * -(-config.max_len // gpu_plan.SPLIT))
         per_part = max(4 * layer.num_heads * (layer.v_head_dim + 2) + 4 * layer.num_kv_heads for layer in layers)
         kinds = len({(layer.window, queries_of(layer, dtype, uniform=config.batch_invariant)) for layer in layers})
-        items = config.max_seqs * -(-config.max_len // SPLIT) + config.max_batched_tokens
+        items = config.max_seqs * -(-config.max_len // gpu_plan.SPLIT) + config.max_batched_tokens
         return parts * per_part + kinds * items * ITEM * 4
 
     @classmethod
@@ -190,7 +191,8 @@ class PagedGPU:
         out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
         queries, table = queries_of(layer, q.dtype, uniform=uniform), plan.tables(cache).block_table
         launches = plan.launches((layer.window, queries))
-        kinds = ((launches.decodes, queries if uniform else 1, SPLIT), (launches.chunks, queries, SPLIT * uniform))
+        part = gpu_plan.SPLIT
+        kinds = ((launches.decodes, queries if uniform else 1, part), (launches.chunks, queries, part * uniform))
         for works, most, split in kinds:
             for work in works:
                 self._reserve(work.num_parts, layer, q.device)
@@ -339,7 +341,7 @@ def _error(
 ) -> float:
     """Return the relative difference from the reference, for a chunk of two tiles and then a decode of two parts."""
     draw = torch.Generator().manual_seed(0)
-    length = SPLIT + 2
+    length = gpu_plan.SPLIT + 2
     blocks = list(range(-(-length // TRIAL_BLOCK)))
 
     def numbers(heads: int, dim: int) -> Tensor:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .gpu_plan import ITEM, MAX_PARTS, SPLIT, HostWork, Kind, Launches, Plan, Work
+from . import gpu_plan
+from .gpu_plan import ITEM, HostWork, Kind, Launches, Plan, Work
 from .layer import AttentionLayer
 from .metadata import AttentionMeta, Tables
 from .paged_gpu import queries_of
@@ -31,9 +32,9 @@ class StaticPlans:
         uniform: bool = False,  # see PagedGPU.invariant
     ) -> None:
         self._meta = meta
-        self._parts_per_row = -(-meta.max_seq // SPLIT)
+        self._parts_per_row = -(-meta.max_seq // gpu_plan.SPLIT)
         # As many as one launch has, see Plan: a single row may have more than MAX_PARTS.
-        most = max(self._parts_per_row, min(MAX_PARTS, len(meta.seq_lens) * self._parts_per_row))
+        most = max(self._parts_per_row, min(gpu_plan.MAX_PARTS, len(meta.seq_lens) * self._parts_per_row))
         kinds = list(dict.fromkeys((layer.window, queries_of(layer, dtype, uniform=uniform)) for layer in layers))
         device = meta.block_table.device
 

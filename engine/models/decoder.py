@@ -37,8 +37,10 @@ class Decoder:
         self.spec, self.product = spec, product
         self.embedding = Linear(spec.vocab_size, decoder.hidden_size, False, dtype, device)
         self.layers: list[Layer] = []
+        caches, shared = decoder.caches, {shape.shares for shape in decoder.shapes}
         for index in range(len(decoder.shapes)):
-            self.layers.append(Layer(index, spec, decoder, device))
+            is_shared = index in shared
+            self.layers.append(Layer(index, spec, decoder, device, cache=caches[index], is_shared=is_shared))
             if spec.on_gpu:  # the plain weights may not fit: they are allocated, and quantized, layer by layer
                 for _, linear, *_ in self.layers[-1].parts():
                     linear.defer()

@@ -28,7 +28,10 @@ class Layer:
     gate_up: Gated  # gate_up and down: of a layer with an MLP
     down: Linear
 
-    def __init__(self, index: int, model: ModelSpec, spec: DecoderSpec, device: torch.device) -> None:
+    def __init__(
+        self, index: int, model: ModelSpec, spec: DecoderSpec, device: torch.device, *, cache: int, is_shared: bool
+    ) -> None:
+        """cache: the index of its keys and values, which later layers use as well if it `is_shared`."""
         self.index, self.spec = index, spec
         self.turn = spec.turns[index]  # the index of its rotary embedding; -1: it has none
         dtype = model.dtype
@@ -37,8 +40,7 @@ class Layer:
             return None if name is None else make_norm(size, spec.norm_eps, dtype, device, spec.norm)
 
         hidden, self.shape, self.rows = spec.hidden_size, spec.shapes[index], spec.rows(index)
-        self.cache = spec.caches[index]
-        self.is_shared = any(shape.shares == index for shape in spec.shapes)
+        self.cache, self.is_shared = cache, is_shared
         (q_size, kv_size, _), dim = self.rows, self.shape.head_dim
         self.attention_norm, self.attention_after = norm(spec.norms.attention), norm(spec.norms.attention_after)
         self.qkv = Linear(sum(self.rows), hidden, spec.qkv_bias, dtype, device)

@@ -113,10 +113,9 @@ class DecoderSpec:
     @property
     def caches(self) -> tuple[int, ...]:
         """The index of each layer's keys and values among those of the layers that have their own."""
-        own = [index for index, shape in enumerate(self.shapes) if shape.shares is None]
-        return tuple(
-            own.index(index if shape.shares is None else shape.shares) for index, shape in enumerate(self.shapes)
-        )
+        owners = [index for index, shape in enumerate(self.shapes) if shape.shares is None]
+        own = {index: place for place, index in enumerate(owners)}
+        return tuple(own[index if shape.shares is None else shape.shares] for index, shape in enumerate(self.shapes))
 
     def rows(self, layer: int) -> tuple[int, int, int]:
         """Return the rows of a layer's projections of queries, keys and values; 0: there is none."""

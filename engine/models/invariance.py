@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..attention import AttentionBackend, AttentionMeta, KVCache, paged_gpu
-from ..attention.gpu_plan import SPLIT
+from ..attention import AttentionBackend, AttentionMeta, KVCache, gpu_plan, paged_gpu
 from ..attention.paged_gpu import PagedGPU
 from ..kernels.library import Choice
 from . import on_gpu, skinny
@@ -103,7 +102,7 @@ def _runs(parts: Parts, layer: Layer) -> Iterator[list[Tensor]]:
     """Yield the hidden states of one sequence behind a layer, in pieces: as one chunk, then as several steps."""
     model, embedding, _, rotaries = parts
     device = embedding.weight.device
-    length = SPLIT * 5 // 4 + 5  # more than a part of a context, and no multiple of a tile
+    length = gpu_plan.SPLIT * 5 // 4 + 5  # more than a part of a context, and no multiple of a tile
     blocks = _blocks(0, length), _blocks(-(-length // BLOCK), OTHERS + 2)
     executor = on_gpu.OnGPU(model, embedding, [layer], rotaries)
 

@@ -72,4 +72,4 @@ def rounded_shapes(
         for number, (_, rows, columns) in enumerate(others):  # output, then gate and up before each down
             is_down = number > 0 and number % 2 == 0
             shapes.append((sum(rows), columns, bits.down if is_down else bits.others))
-    return shapes
+    return [shape for shape in shapes if shape[0]]  # a layer may have no values of its own

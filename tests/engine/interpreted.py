@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine import ConfigError, EngineConfig, EngineRequest, LocalEngine, SamplingParams
-from engine.attention import AttentionLayer, AttentionMeta, check, choice, paged_gpu
+from engine.attention import AttentionLayer, AttentionMeta, check, choice, gpu_plan, paged_gpu
 from engine.attention.layer import LARGEST
 from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import quantize
@@ -36,7 +36,7 @@ def representable(x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def small(monkeypatch):
     """Parts and tiles that short sequences fill, so that the interpreter has little to do."""
-    monkeypatch.setattr(paged_gpu, "SPLIT", 32)
+    monkeypatch.setattr(gpu_plan, "SPLIT", 32)
     monkeypatch.setattr(paged_gpu, "TILE_ROWS", 16)
     monkeypatch.setattr(paged_gpu, "FLOAT32_TILE_ROWS", 16)
     monkeypatch.setattr(paged_gpu, "tile", lambda *_, **__: 16)
@@ -89,7 +89,7 @@ def test_decodes_are_the_same_beside_any_other_rows(small):
 
 
 def test_more_parts_than_the_workspace_holds_are_launched_one_after_another(small, monkeypatch):
-    monkeypatch.setattr(paged_gpu, "MAX_PARTS", 4)
+    monkeypatch.setattr(gpu_plan, "MAX_PARTS", 4)
     layer = layer_of(1, 16, 16)
     pool = Pool(4, [70, 69, 68], layer, block_size=16, dtype=torch.float32, backend=PagedGPU())
     pool.step({0: 69, 1: 68, 2: 67})

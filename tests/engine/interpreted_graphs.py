@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from engine import EngineConfig, LocalEngine, Pooling, SamplingParams, memory
-from engine.attention import paged_gpu, static_plans
+from engine.attention import gpu_plan, paged_gpu
 from engine.attention.paged_gpu import PagedGPU
 from engine.batch import Batch, Entered, Row
 from engine.build import Built, build, describe, load
@@ -50,8 +50,7 @@ def recorder(monkeypatch) -> Iterator[Recorder]:
     monkeypatch.setattr(logits_choice, "choose", lambda *_: logits_choice.Choice("torch", None))  # ours are slower here
     monkeypatch.setattr(dummy, "STD", 0.4)  # so that tokens differ
     monkeypatch.setattr(rope, "TABLE", 4)  # so that the table of angles grows
-    for module in (paged_gpu, static_plans):
-        monkeypatch.setattr(module, "SPLIT", 32)  # so that some decodes have two parts
+    monkeypatch.setattr(gpu_plan, "SPLIT", 32)  # so that some decodes have two parts
     with recorder.kernels(attention_kernels, layer_kernels):
         yield recorder
 

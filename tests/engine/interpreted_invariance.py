@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from engine import ConfigError, EngineConfig, EngineRequest, SamplingParams
-from engine.attention import AttentionLayer, AttentionMeta, paged_gpu, static_plans
+from engine.attention import AttentionLayer, AttentionMeta, gpu_plan, paged_gpu
 from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import Reference
 from engine.build import Built, build, describe
@@ -60,8 +60,7 @@ def ordered(monkeypatch):
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
     monkeypatch.setattr(paged_gpu, "tile", lambda *_, **__: 8)
-    for module in (paged_gpu, static_plans):
-        monkeypatch.setattr(module, "SPLIT", PART)
+    monkeypatch.setattr(gpu_plan, "SPLIT", PART)
 
 
 def attended(

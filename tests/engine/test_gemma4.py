@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,16 @@ def test_the_last_layers_have_no_keys_and_values_of_their_own():
     names = {name.removeprefix("layers.15.self_attn.") for name in model.targets()}
     assert {"q_proj.weight", "q_norm.weight", "o_proj.weight"} <= names
     assert not names & {"k_proj.weight", "v_proj.weight", "k_norm.weight"}
+
+
+@pytest.mark.parametrize("source", [SMALL, LARGE])
+def test_only_weights_that_a_layer_has_are_rounded(source):
+    spec = spec_of(source)
+    assert spec.decoder is not None
+    rounded = replace(spec, quantization="int4").rounded
+    assert min(rows for rows, _, _ in rounded) > 0
+    linears = [(sum(rows), columns) for _, rows, columns in spec.decoder.linears(spec.vocab_size)]
+    assert sum(rows * columns for rows, columns, _ in rounded) == sum(rows * columns for rows, columns in linears)
 
 
 def test_a_table_of_inputs_is_counted_but_not_read_by_every_token():

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine import EngineConfig, graph_sizes, memory, models
-from engine.attention import AttentionMeta, paged_gpu
+from engine.attention import AttentionMeta, gpu_plan, paged_gpu
 from engine.attention.gpu_plan import Plan
 from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import Reference
@@ -134,7 +134,7 @@ def test_the_tokens_after_a_steps_own_are_padding():
 
 
 def test_a_step_of_several_launches_of_decodes_is_not_replayed(monkeypatch):
-    monkeypatch.setattr(paged_gpu, "MAX_PARTS", 4)
+    monkeypatch.setattr(gpu_plan, "MAX_PARTS", 4)
     layer = layer_of(1, 16, 16)
     meta = AttentionMeta.of([([0] * 64, 999, 1)] * 3, 16)
     plans = StaticPlans([layer], torch.bfloat16, meta, 8)

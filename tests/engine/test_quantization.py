@@ -39,7 +39,8 @@ def quantized_weights(
         after_attention_norm, after_mlp_norm = (
             norm.weight.float().square() for norm in (layer.attention_norm, layer.mlp_norm)
         )
-        queries_and_keys, values = layer.qkv.weight.split([layer.q_size + layer.kv_size, layer.kv_size])
+        q, k, v = layer.rows
+        queries_and_keys, values = layer.qkv.weight.split([q + k, v])
         found[layer.qkv] = torch.cat(
             [round_(queries_and_keys, bits.others, after_attention_norm), round_(values, bits.value)]
         )
