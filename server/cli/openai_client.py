@@ -43,25 +43,40 @@ async def describe(http: httpx.AsyncClient, model: str | None) -> tuple[str, dic
 
     Without a name it is the first model. Both objects are empty if the server does not have them. Raises Failure.
     """
-    cards: list[dict[str, Any]] = (await _get(http, "/v1/models")).get("data") or []
-    card = next((card for card in cards if not model or card.get("id") == model), {})
-    name = model or card.get("id")
-    if not name:
-        raise Failure(f"{http.base_url} does not list its models; name one with --model")
-    return name, card, await _get(http, "/version")
-
-
-async def _get(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
     import httpx
 
     try:
-        response = await http.get(path, timeout=CONNECT_S)
+        response = await http.get("/v1/models", timeout=CONNECT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Failure(f"no server responds at {http.base_url} ({type(error).__name__}); is it running?") from None
-    if response.status_code in (401, 403) and path != "/version":
+    if response.status_code in (401, 403):
         raise Failure(f"{http.base_url} requires a key; pass it with --api-key")
+    cards = _cards(response)
+    card = next((card for card in cards if not model or card["id"] == model), {})
+    name = model or card.get("id")
+    if not name:
+        reason = ""
+        if response.status_code != 200:
+            reason = f": {Refusal.of(response)}"
+        elif parsed(response.content) is None:
+            reason = ": its response is not JSON"
+        # A server without this route may well serve a model; any other status is an error to be solved first.
+        advice = "; name one with --model" if response.status_code in (200, 404) else ""
+        raise Failure(f"{http.base_url} does not list its models{reason}{advice}")
+    try:
+        response = await http.get("/version", timeout=CONNECT_S)
+    except httpx.HTTPError:  # not part of OpenAI's API; without it the device is unknown
+        return name, card, {}
+    version = parsed(response.content) if response.status_code == 200 else None
+    return name, card, version if isinstance(version, dict) else {}
+
+
+def _cards(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the entries of /v1/models that have an id: none if the response is an error or has another form."""
     body = parsed(response.content) if response.status_code == 200 else None
-    return body if isinstance(body, dict) else {}
+    data = body.get("data") if isinstance(body, dict) else None
+    cards = data if isinstance(data, list) else []
+    return [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
 
 
 class Refusal(NamedTuple):
@@ -78,7 +93,7 @@ class Refusal(NamedTuple):
         return cls(response.status_code, error_field(body, "message"), error_field(body, "code"))
 
     def __str__(self) -> str:
-        return f"the server responded with status {self.status}" + (f": {self.message[:300]}" if self.message else "")
+        return f"the server responded with status {self.status}" + (f": {self.message}" if self.message else "")
 
 
 @dataclass(slots=True, eq=False)

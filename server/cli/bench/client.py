@@ -44,6 +44,7 @@ TEXT = (
     " would other into has more her two like him see time could no make than first been its who now people my made over"
 )
 WORDS = TEXT.split()
+ERROR_CHARS = 340  # of an error in reports, which have one for each failed request
 REFUSALS = (400, 404, 405, 415, 422, 501)  # the server does not support the request; others may be temporary
 
 
@@ -105,6 +106,8 @@ class Target:
         """Send a request and read its response. Errors are in the Shot."""
         shot = Shot(ask.at, ask.input_len, ask.output_len, sent=time.perf_counter() - began)
         await send(self.http, self.body(ask), shot, began)
+        if shot.error is not None:
+            shot.error = shot.error[:ERROR_CHARS]
         return shot
 
 

@@ -300,6 +300,7 @@ class Handler(BaseHTTPRequestHandler):
 
     bodies: list[tuple[str, dict]] = []
     keys: list[str | None] = []
+    models: tuple[int, dict] = (200, {"data": [{"id": "whale"}]})
     status = 200
     events: list[dict] = []
 
@@ -316,7 +317,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.keys.append(self.headers["Authorization"])
         if self.path == "/v1/models":
-            self._json(200, {"data": [{"id": "whale"}]})
+            self._json(*self.models)
         elif self.path == "/version":
             self._json(200, {"version": "1", "device": "cuda", "dtype": "bfloat16"})
 
@@ -403,6 +404,14 @@ def test_a_refusal_over_http_is_reported(pequod, server, monkeypatch):
     monkeypatch.setattr(Handler, "status", 400)
     code, _, err = pequod("complete", "--url", server, "--prompt", "Hi")
     assert (code, err) == (2, "pequod: the server responded with status 400: not today\n")
+
+
+@pytest.mark.parametrize("command", [["chat"], ["complete", "--prompt", "Hi"]])
+def test_a_server_that_is_loading_is_reported_with_its_message(pequod, server, monkeypatch, command):
+    monkeypatch.setattr(Handler, "models", (503, {"error": {"message": "loading the model"}}))
+    code, out, err = pequod(*command, "--url", server, stdin="One\n")
+    assert (code, out) == (1, "")
+    assert err.endswith("the server responded with status 503: loading the model\n") and err.count("\n") == 1
 
 
 def test_an_error_event_after_the_first_text_is_reported(pequod, server, monkeypatch):

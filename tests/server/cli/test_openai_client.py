@@ -1,0 +1,112 @@
+"""The client of `pequod chat`, `complete` and `bench` against servers that are not as expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from server.cli.bench.client import Ask, Target
+from server.cli.commands import Failure
+from server.cli.openai_client import describe
+from server.cli.source import Source
+
+MODELS = httpx.Response(200, json={"data": [{"id": "whale", "max_model_len": 64}]})
+VERSION = httpx.Response(200, json={"device": "cuda"})
+
+
+def answering(**responses: httpx.Response | Exception) -> httpx.AsyncClient:
+    """Return a client of a server with these responses, or errors, by the last part of the path."""
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        response = responses[request.url.path.rpartition("/")[2]]
+        if isinstance(response, Exception):
+            raise response
+        return httpx.Response(response.status_code, headers=response.headers, content=response.content)
+
+    return httpx.AsyncClient(base_url="http://sea", transport=httpx.MockTransport(respond))
+
+
+async def test_the_first_model_is_found_with_the_version():
+    found = await describe(answering(models=MODELS, version=VERSION), None)
+    assert found == ("whale", {"id": "whale", "max_model_len": 64}, {"device": "cuda"})
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        (
+            httpx.Response(503, json={"error": {"message": "loading the model"}}),
+            ": the server responded with status 503: loading the model",
+        ),
+        (httpx.Response(502, html="<h1>Bad gateway</h1>"), ": the server responded with status 502"),
+        (
+            httpx.Response(404, json={"detail": "Not Found"}),
+            ": the server responded with status 404: Not Found; name one with --model",
+        ),
+        (httpx.Response(200, html="<h1>It works</h1>"), ": its response is not JSON; name one with --model"),
+        *(
+            (httpx.Response(200, json=body), "; name one with --model")
+            for body in (
+                {"data": ["whale", "orca"]},
+                {"data": {"id": "whale"}},
+                {"data": "whale"},
+                {"data": [{"id": 7}, {"name": "whale"}]},
+                {"data": []},
+                {"data": None},
+                ["whale"],
+            )
+        ),
+    ],
+)
+async def test_a_server_without_a_list_of_models_is_reported_with_the_reason(response, reason):
+    with pytest.raises(Failure) as caught:
+        await describe(answering(models=response, version=VERSION), None)
+    assert str(caught.value) == f"http://sea does not list its models{reason}"
+    # A named model does not need the list.
+    assert await describe(answering(models=response, version=VERSION), "orca") == ("orca", {}, {"device": "cuda"})
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_server_that_requires_a_key_says_so(status):
+    with pytest.raises(Failure, match="requires a key; pass it with --api-key"):
+        await describe(answering(models=httpx.Response(status), version=VERSION), "orca")
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        httpx.ConnectError("refused"),
+        httpx.ReadTimeout("silence"),
+        httpx.RemoteProtocolError("closed"),
+        httpx.Response(401),
+        httpx.Response(404, json={"detail": "Not Found"}),
+        httpx.Response(200, text="1.2.3"),
+        httpx.Response(200, json="1.2.3"),
+    ],
+)
+async def test_the_version_may_be_missing(response):
+    assert (await describe(answering(models=MODELS, version=response), None))[2] == {}
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError("refused"), httpx.ReadTimeout("silence")])
+async def test_no_response_for_the_models_is_no_server(error):
+    with pytest.raises(Failure, match=rf"no server responds at http://sea \({type(error).__name__}\)"):
+        await describe(answering(models=error, version=VERSION), "whale")
+
+
+LONG = "the prompt is too long. " * 100
+REFUSED = httpx.Response(500, json={"error": {"message": LONG}})
+BROKEN: dict[str, Any] = {"error": {"message": LONG}}
+
+
+@pytest.mark.parametrize("response", [REFUSED, httpx.Response(200, json=BROKEN)], ids=["response", "event"])
+async def test_a_long_error_is_shown_whole_and_cut_in_the_reports_of_bench(response):
+    http = answering(completions=response)
+    with pytest.raises(Failure) as caught:
+        await Source(http, "whale", "cpu", "float32").stream({"prompt": "Hi"}, print)
+    whole = str(caught.value)
+    assert whole.endswith(LONG)
+    shot = await Target(http, "http://sea", "whale", "completions", {}, None).send(Ask("Hi", 1, 1), 0.0)
+    assert shot.error == whole[:340]
