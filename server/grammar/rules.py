@@ -25,6 +25,7 @@ class Lark:
         self, special: Mapping[str, int], formats: Formats, opened: bool, content: Schema | None, budget: int | None
     ) -> None:
         self.rules: dict[str, str] = {}
+        self.size = 0  # characters of the numbered rules: all others are few and short
         self.formats = formats
         self.opened = opened
         self.has_content = content is not None
@@ -48,13 +49,12 @@ class Lark:
         self.rules["TEXT"] = "/(?s:.*)/"
         return "TEXT"
 
-    def until(self, delimiter: str) -> str:
-        """Return a rule for any text up to and including the first such delimiter."""
+    def until(self, delimiter: str, text: str | None = None) -> str:
+        """Return a rule for text up to and including the first such delimiter. `text`: a terminal; None: any text."""
+        text = text or self.any_text()
         if delimiter in self._special:
-            return f"{self.any_text()}? {self.delimiter(delimiter)}"
-        name = f"until{len(self.rules)}"
-        self.rules[f"{name}[lazy]"] = f"{self.any_text()} {quoted(delimiter)}"
-        return name
+            return f"{text}? {self.delimiter(delimiter)}"
+        return self._add("until", f"{text} {quoted(delimiter)}", "[lazy]")
 
     def thought(self, closes: str) -> str:
         """Return a rule for reasoning within the budget, and the delimiter that ends it."""
@@ -80,13 +80,16 @@ class Lark:
 
     def schema(self, schema: Schema) -> str:
         """Return a rule for a value that follows a schema."""
-        name = f"value{len(self.rules)}"
-        self.rules[name] = f"%json {json.dumps({'x-guidance': OPTIONS, **schema}, ensure_ascii=False)}"
-        return name
+        return self._add("value", f"%json {json.dumps({'x-guidance': OPTIONS, **schema}, ensure_ascii=False)}")
 
     def one_of(self, bodies: list[str]) -> str:
-        name = f"call{len(self.rules)}"
-        self.rules[name] = " | ".join(bodies)
+        return self._add("call", " | ".join(bodies))
+
+    def _add(self, prefix: str, body: str, options: str = "") -> str:
+        """Add a rule, and return its name."""
+        name = f"{prefix}{len(self.rules)}"
+        self.rules[f"{name}{options}"] = body
+        self.size += len(name) + len(body)
         return name
 
 

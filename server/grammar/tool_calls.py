@@ -16,7 +16,7 @@ from ..parsers.gemma import PREFIX
 from ..parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from ..parsers.parts import Schema
 from ..parsers.qwen_coder import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, types
-from .gemma import Writer, can_write
+from .gemma import Inexpressible, Writer
 from .rules import Lark, quoted
 from .schemas import walk
 
@@ -24,6 +24,9 @@ ANNOTATIONS = ("description", "title", "default", "examples", "$comment", "depre
 COMPOSED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties", "unevaluatedProperties")
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
 LINE, NAME = "\n", "name"
+ANY_PARAMETER = r"/[^<>\r\n]{1,64}/"  # the name of a parameter that no schema lists
+# Its value: what begins like JSON has no open quotes at its end, since the parser takes a tag inside them for text.
+ANY_VALUE = r"""/(?s:[^\[{"].*|([\[{]|"([^"\\]|\\.)*")([^"]|"([^"\\]|\\.)*")*)?/"""
 # Keywords of an object whose properties can be written one by one.
 ONE_BY_ONE = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
 
@@ -56,12 +59,21 @@ def call_grammar(
     calls; None: any text. `budget`: the maximum number of reasoning tokens, without the delimiter that ends
     the reasoning, which must be a single token.
     """
-    if formats.tools is None or not all(_can_write(formats, schema) for schema in tools.values()):
+    if formats.tools is None or (formats.tools == "qwen3_coder" and not all(map(_can_be_tagged, tools.values()))):
         formats = formats._replace(tools="json")
-    lark = Lark(special, formats, opened, None if content is None else json.loads(content), budget)
-    writer = WRITERS[formats.tools or "json"] if tools or formats.tools == "gpt_oss" else _no_calls
-    lark.rules["start"] = writer(lark, tools, not required, parallel)
-    return Forced("lark", lark.text, formats)
+    schema = None if content is None else json.loads(content)
+    try:
+        return _forced(Lark(special, formats, opened, schema, budget), tools, not required, parallel)
+    except Inexpressible:
+        formats = formats._replace(tools="json")
+        return _forced(Lark(special, formats, opened, schema, budget), tools, not required, parallel)
+
+
+def _forced(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> Forced:
+    """Write a grammar; raises Inexpressible if its format cannot carry the arguments, valid by construction."""
+    writer = WRITERS[lark.formats.tools or "json"] if tools or lark.formats.tools == "gpt_oss" else _no_calls
+    lark.rules["start"] = writer(lark, tools, is_free, parallel)
+    return Forced("lark", lark.text, lark.formats)
 
 
 def arguments(schema: Schema) -> Schema:
@@ -188,7 +200,7 @@ def _coder(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
     for name, schema in tools.items():
         stripped = arguments(schema)
         shared: Schema = {key: stripped[key] for key in ("$defs", "definitions") if key in stripped}
-        written = []
+        written = [_any_parameters(lark)] if _is_open(stripped) else []
         for key, inner in stripped.get("properties", {}).items():
             one = f"{quoted(f'{PARAMETER}{key}>{LINE}')} {_tagged(lark, inner, shared)} {quoted(LINE)}"
             written.append(one if key in stripped.get("required", ()) else f"({one})?")
@@ -233,11 +245,16 @@ def _tagged(lark: Lark, schema: Any, shared: Schema) -> str:
     return lark.until(END_PARAMETER)
 
 
-def _can_write(formats: Formats, schema: Schema) -> bool:
-    """Return whether a format can carry arguments with this schema, so that they are valid by construction."""
-    if formats.tools == "gemma4":
-        return can_write(Lark({}, formats, False, None, None), arguments(schema))
-    return formats.tools != "qwen3_coder" or _can_be_tagged(schema)
+def _is_open(schema: Schema) -> bool:
+    """Return whether arguments may have any properties because their schema lists none."""
+    return not schema.get("properties") and schema.get("additionalProperties", True) is not False
+
+
+def _any_parameters(lark: Lark) -> str:
+    """Return a rule for parameters that no schema lists, whose values may have any type."""
+    lark.rules["PARAMETER"], lark.rules["VALUE"] = ANY_PARAMETER, ANY_VALUE
+    value = lark.until(END_PARAMETER, "VALUE")
+    return f"({quoted(PARAMETER)} PARAMETER {quoted(f'>{LINE}')} {value} {quoted(LINE)})*"
 
 
 def _can_be_tagged(schema: Schema) -> bool:
@@ -245,6 +262,8 @@ def _can_be_tagged(schema: Schema) -> bool:
     schema = arguments(schema)
     properties = schema.get("properties", {})
     if not (schema.keys() <= ONE_BY_ONE and {*schema.get("required", ())} <= {*properties}):
+        return False
+    if _is_open(schema) and schema.get("additionalProperties", True) not in (True, {}):
         return False
     if any(">" in name or "\n" in name or not isinstance(inner, dict) for name, inner in properties.items()):
         return False

@@ -13,6 +13,8 @@ OPENS, CLOSES, QUOTE = CALL_DELIMITERS["gemma4"]
 PREFIX = "call:"
 BRACKETS = {"{": "}", "[": "]"}
 ENDS = frozenset(",}]")  # of a value without quotes
+HEX = frozenset("0123456789abcdefABCDEF")
+BACKSLASH = "\\"
 MAX_KEY = 256  # characters
 
 
@@ -33,38 +35,48 @@ class Gemma(Scanner):
 
     def _items(self, char: str, emit: Callable[[str], None]) -> Script[str]:
         """Read an object up to its end, without recursion. What the end of the text cuts off stays open."""
-        open_, is_first, has_key = ["}"], True, False
+        open_, names, is_first, has_key = ["}"], [set[str]()], True, False
+        muted = 0  # how many brackets are open around a repeated key, whose value is dropped; 0: none
         while open_ and char != END:
-            if char in WHITE or char == ",":
+            write = _drop if muted else emit
+            if char in WHITE or (char == "," and not has_key):
                 char = yield
-            elif char in "}]":
-                emit("null" * has_key + open_.pop())
-                is_first = has_key = False
-                char = yield
-            elif not has_key and open_[-1] == "}":
+            elif not has_key and open_[-1] == "}" and char not in "}]":
                 key, char = yield from self._key(char)
-                if char != END:
+                if char == END:
+                    break
+                if key in names[-1]:
+                    muted = muted or len(open_)
+                elif not muted:
                     emit(f"{'' if is_first else ', '}{json.dumps(key, ensure_ascii=False)}: ")
-                    has_key = True
+                names[-1].add(key)
+                has_key = True
+            elif char in BRACKETS:
+                write(char if is_first or has_key else f", {char}")
+                open_.append(BRACKETS[char])
+                names.append(set())
+                is_first, has_key = True, False
+                char = yield
             else:
-                emit("" if is_first or has_key else ", ")
-                is_first = char in BRACKETS
-                has_key = False
-                if char in BRACKETS:
-                    emit(char)
-                    open_.append(BRACKETS[char])
+                if has_key and char in ENDS:
+                    write("null")
+                elif char in ENDS:
+                    write(open_.pop())
+                    names.pop()
                     char = yield
                 else:
-                    char = yield from self._value(char, emit)
+                    write("" if is_first or has_key else ", ")
+                    char = yield from self._value(char, write)
+                is_first = has_key = False
+                if len(open_) == muted:
+                    muted = 0
         return char
 
     def _key(self, char: str) -> Script[tuple[str, str]]:
         """Read a key and the colon after it."""
         chars: list[str] = []
-        if char == QUOTE[0]:
+        if char in (QUOTE[0], '"'):
             char = yield from self._value(char, chars.append)
-        elif char == '"':
-            char = yield from self.value(char, chars.append)
         else:
             while char not in (END, ":") and char not in ENDS and len(chars) < MAX_KEY:
                 chars.append(char)
@@ -81,7 +93,7 @@ class Gemma(Scanner):
     def _value(self, char: str, emit: Callable[[str], None]) -> Script[str]:
         """Read a value without brackets, and emit it as JSON."""
         if char == '"':
-            return (yield from self.value(char, emit))
+            return (yield from self._quoted(emit))
         chars: list[str] = []
         for wanted in QUOTE:
             if char != wanted:
@@ -102,3 +114,38 @@ class Gemma(Scanner):
         if char != END:
             emit(as_json("".join(chars).strip(), frozenset()))
         return char
+
+    def _quoted(self, emit: Callable[[str], None]) -> Script[str]:
+        """Read a string in ordinary quotes after the first one, and emit it as JSON, whatever its characters."""
+        emit('"')
+        char = yield
+        while char not in (END, '"'):
+            if char == BACKSLASH:
+                text, char = yield from self._escape()
+                emit(text)
+            else:
+                emit(json.dumps(char, ensure_ascii=False)[1:-1])
+                char = yield
+        if char == END:
+            return END
+        emit('"')
+        return (yield)
+
+    def _escape(self) -> Script[tuple[str, str]]:
+        """Read what follows a backslash: one of JSON's escapes, or nothing, which makes the backslash text."""
+        char = yield
+        if char != END and char in '"\\/bfnrt':
+            return BACKSLASH + char, (yield)
+        if char != "u":
+            return "" if char == END else 2 * BACKSLASH, char
+        digits = ""
+        char = yield
+        while char in HEX and len(digits) < 4:
+            digits += char
+            char = yield
+        return f"{BACKSLASH if len(digits) == 4 else 2 * BACKSLASH}u{digits}", char
+
+
+def _drop(text: str) -> None:
+    """Emit nothing."""
+    del text

@@ -15,7 +15,8 @@ from llguidance import LLMatcher
 from engine import builtin
 from engine.grammar import limits, source
 from engine.grammar.table import Table
-from server.grammar.schemas import find_problem
+from server.grammar.rules import Lark
+from server.grammar.schemas import MAX_SOURCE, find_problem
 from server.grammar.tool_calls import arguments, call_grammar
 from server.parsers.formats import BLOCKS, REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters
 from server.parsers.parts import join
@@ -214,6 +215,7 @@ FIRST = {
         {"type": "object", "properties": {"a>b": {"type": "integer"}}},
         {"type": "object", "properties": {}, "required": ["a"]},
         {"type": "object", "properties": {"a": {}}, "minProperties": 1},
+        {"type": "object", "additionalProperties": {"type": "integer"}},
         {"anyOf": [{"type": "object"}]},
     ],
 )
@@ -230,17 +232,20 @@ def test_arguments_that_tags_cannot_express_are_written_as_json(small, schema):
         {"type": "string", "pattern": "^x"},
         {"enum": ['<|"|>']},
         {"enum": [{"a": 1}]},
-        {"type": "array"},
         {"type": "array", "items": {"type": "null"}, "maxItems": 10**6},
-        {"type": "object"},
+        {"type": "object", "required": ["b"]},
+        {"type": "object", "minProperties": 1},
+        {"type": "integer", "anyOf": [{"$ref": "#/$defs/b"}]},
+        {"type": "string", "enum": [1, None]},
+        {"const": 1, "enum": [True, 2]},
         {"type": "object", "properties": {"a:b": {"type": "null"}}},
         {"$ref": "#"},
+        {"$ref": "#b"},
         {"allOf": [{"type": "string"}]},
-        {},
     ],
 )
 def test_arguments_that_gemma_cannot_express_are_written_as_json(inner):
-    tools = {"f": {"type": "object", "properties": {"a": inner}}}
+    tools = {"f": {"type": "object", "properties": {"a": inner}, "$defs": {"b": {"maximum": 1}}}}
     made = call_grammar(Formats("gemma4"), tools, required=True, parallel=True, opened=False, special={})
     assert made.formats == Formats("json")
 
@@ -261,6 +266,131 @@ def test_arguments_of_gemma_follow_their_schemas(small):
         assert small.allows(made.text, text) == allowed, written
         assert small.allows(made.text, text * 2) == allowed
     assert small.allows(made.text, "<|tool_call>call:find{}<tool_call|><|tool_call>call:ring_bell{}<tool_call|>")
+
+
+ANY = {"type": "object"}
+
+
+@EACH
+@pytest.mark.parametrize("required", [False, True], ids=["free", "required"])
+def test_functions_with_any_arguments_are_called_in_the_native_format(small, tools, required):
+    formats = formats_of(tools, False)
+    made = call_grammar(
+        formats, {"f": ANY, **TOOLS}, required=required, parallel=True, opened=False, special=small.special
+    )
+    assert made.formats == formats
+    assert find_problem(made.kind, made.text) is None
+
+
+GEMMA_OBJECTS = [
+    ("{}", {}),
+    (
+        '{name:<|"|>Pequod, {a}<|"|>,masts:-3.5e2,at:{x:[],y:{z:null}},logs:[true,<|"|><|"|>,[{a:1}]]}',
+        {"name": "Pequod, {a}", "masts": -350.0, "at": {"x": [], "y": {"z": None}}, "logs": [True, "", [{"a": 1}]]},
+    ),
+    ("{first name:1,content-type:2,été:3,0:4}", {"first name": 1, "content-type": 2, "été": 3, "0": 4}),
+]
+
+
+@pytest.mark.parametrize("vocabulary", ["small", "tokens"])
+def test_gemma_writes_any_arguments(small, tmp_path, vocabulary):
+    sampler = small
+    if vocabulary == "tokens":
+        library = tokenizers.Tokenizer.from_file(str(builtin.path() / "tokenizer.json"))
+        library.add_special_tokens(sorted(delimiters(Formats("gemma4", "gemma4"))))
+        library.save(str(tmp_path / "tokenizer.json"))
+        sampler = Sampler(tmp_path / "tokenizer.json")
+    formats = Formats("gemma4", "gemma4")
+    options = {"required": False, "parallel": True, "opened": False, "special": sampler.special}
+    for tools in ({"f": ANY}, {"f": {"type": "object", "additionalProperties": {}}}, {"f": ANY, "g": ANY}):
+        made = call_grammar(formats, tools, **options)
+        assert made.formats == formats
+        for written, meant in GEMMA_OBJECTS:
+            text = f"<|tool_call>call:f{written}<tool_call|>"
+            assert sampler.allows(made.text, text), written
+            assert [json.loads(call.arguments) for call in read(formats, text, tools=tools).calls] == [meant]
+        for written in ("{a}", "{a:}", "{a:b}", '{"a":1}', "{a:1,}", "[1]", "{a:[1}", '{a:"b"}', "{a:01}"):
+            assert not sampler.allows(made.text, f"<|tool_call>call:f{written}<tool_call|>"), written
+    counts = sample_all(sampler, formats, {"f": ANY, **TOOLS}, 24, required=True, parallel=True, opened=False)
+    assert len(counts) >= 8 and min(counts) >= 1
+
+
+def test_gemma_writes_values_without_a_type(small):
+    inner = {"a": {}, "b": {"type": "array"}, "c": {"type": "object", "additionalProperties": {"type": "integer"}}}
+    tools = {"f": {"type": "object", "properties": inner}}
+    made = call_grammar(Formats("gemma4"), tools, required=True, parallel=True, opened=False, special=small.special)
+    assert made.formats == Formats("gemma4")
+    for written, allowed in (
+        ('{a:<|"|>x<|"|>,b:[1,{d:null}],c:{e:5}}', True),
+        ("{a:{},c:{}}", True),
+        ("{b:1}", False),
+        ("{c:{e:null}}", False),
+        ("{d:1}", False),
+    ):
+        assert small.allows(made.text, f"<|tool_call>call:f{written}<tool_call|>") == allowed, written
+
+
+def test_tags_carry_any_parameters(small):
+    formats = Formats("qwen3_coder")
+    lark = shaped(small, formats, {"f": ANY}, required=True)
+    for value, meant in (
+        ("The sea.", "The sea."),
+        ("two\nlines", "two\nlines"),
+        ("3", 3),
+        ('{"a": ["</parameter>", "\\""]}', {"a": ["</parameter>", '"']}),
+        ("", ""),
+    ):
+        one = f"<parameter=some name>\n{value}\n</parameter>\n"
+        text = f"<tool_call>\n<function=f>\n{one}{one.replace('some', 'other')}</function>\n</tool_call>"
+        assert small.allows(lark, text), value
+        made = json.loads(read(formats, text, tools={"f": ANY}).calls[0].arguments)
+        assert made == {"some name": meant, "other name": meant}
+    assert small.allows(lark, "<tool_call>\n<function=f>\n</function>\n</tool_call>")
+    for one in ('<parameter=a>\n["\n</parameter>\n', "<parameter=>\n1\n</parameter>\n", "<parameter=a>\n1\n"):
+        assert not small.allows(lark, f"<tool_call>\n<function=f>\n{one}</function>\n</tool_call>")
+    counts = sample_all(small, formats, {"f": ANY}, 24, required=True, parallel=True, opened=False)
+    assert len(counts) >= 8 and min(counts) >= 1
+
+
+def test_gemma_writes_what_references_share_once():
+    def schema(properties, values):
+        inner = {f"property{i}": {"$ref": "#/$defs/code"} for i in range(properties)}
+        return {"type": "object", "properties": inner, "$defs": {"code": {"enum": [*range(values)]}}}
+
+    options = {"required": True, "parallel": True, "opened": False, "special": {}}
+    made = call_grammar(Formats("gemma4"), {"f": schema(50, 500)}, **options)
+    assert made.formats == Formats("gemma4") and made.text.count('"499"') == 1
+    for tools in ({"f": schema(700, 8700)}, {f"f{i}": schema(50, 1900) for i in range(50)}):
+        made = call_grammar(Formats("gemma4"), tools, **options)
+        assert made.formats == Formats("json") and len(made.text) < 2 * len(json.dumps(tools))
+
+
+def test_rules_that_grow_beyond_the_limit_are_given_up_at_once(monkeypatch):
+    sizes = []
+    add = Lark._add
+    monkeypatch.setattr(Lark, "_add", lambda lark, *rule: (add(lark, *rule), sizes.append(lark.size))[0])
+    inner = {"type": ["integer"] * 1000, "maximum": 1, "x-note": "x" * 10_000}
+    tools = {"f": {"type": "object", "properties": {"a": inner}}}
+    made = call_grammar(Formats("gemma4"), tools, required=True, parallel=True, opened=False, special={})
+    assert made.formats == Formats("json")
+    assert MAX_SOURCE < max(sizes) < MAX_SOURCE + 20_000
+
+
+def test_choices_of_gemma_follow_their_type(small):
+    inner = {
+        "a": {"type": "integer", "enum": ["x", 1, 2.0, 2.5, True, None, [3]]},
+        "b": {"type": ["string", "null"], "enum": ["y", 1, None]},
+        "c": {"const": 1, "enum": [True, 1, 2]},
+        "d": {"type": "number", "enum": [1, 2.5, False]},
+    }
+    tools = {"f": {"type": "object", "properties": inner}}
+    made = call_grammar(Formats("gemma4"), tools, required=True, parallel=True, opened=False, special=small.special)
+    assert made.formats == Formats("gemma4")
+    allowed = ("a:1", "a:2.0", 'b:<|"|>y<|"|>', "b:null", "c:1", "d:1", "d:2.5")
+    excluded = ('a:<|"|>x<|"|>', "a:2.5", "a:true", "a:null", "b:1", "c:true", "c:2", "d:false")
+    for written in (*allowed, *excluded):
+        text = f"<|tool_call>call:f{{{written}}}<tool_call|>"
+        assert small.allows(made.text, text) == (written in allowed), written
 
 
 def test_model_without_a_format_writes_json():

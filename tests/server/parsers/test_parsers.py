@@ -401,7 +401,33 @@ ONE = [("find_ship", {"masts": 3})]
             "",
             [("find_ship", {"at": {"a": [1, [], "}"]}})],
         ),
+        (
+            "gemma4",
+            '<|tool_call>call:find_ship{masts,name:<|"|>Pequod<|"|>}',
+            "",
+            [("find_ship", {"masts": None, "name": "Pequod"})],
+        ),
+        (
+            "gemma4",
+            '<|tool_call>call:find_ship{masts: ,at:{x,y:1,z},"note",name:[]}',
+            "",
+            [("find_ship", {"masts": None, "at": {"x": None, "y": 1, "z": None}, "note": None, "name": []})],
+        ),
+        (
+            "gemma4",
+            '<|tool_call>call:find_ship{name:"a\nb\t\x01\\n\\x\\u00e9\\u0g\\\n",masts:3}',
+            "",
+            [("find_ship", {"name": "a\nb\t\x01\n\\xé\\u0g\\\n", "masts": 3})],
+        ),
+        (
+            "gemma4",
+            "<|tool_call>call:find_ship{masts:3,masts:[1,{a:2,a:3}],at:{masts:4,masts,x:{y:1},x:{y:2,z:3},y:[{x:5}]},"
+            'masts,"masts":<|"|>6<|"|>,name:7}',
+            "",
+            [("find_ship", {"masts": 3, "at": {"masts": 4, "x": {"y": 1}, "y": [{"x": 5}]}, "name": 7})],
+        ),
         ("gemma4", '<|tool_call>call:find_ship{name:<|"|>Pe', "", None),
+        ("gemma4", '<|tool_call>call:find_ship{name:"Pe\\u00', "", None),
         ("gemma4", "<|tool_call>find_ship{}<tool_call|>", None, []),
         ("gemma4", "<|tool_call>call:find_ship(masts)<tool_call|>", None, []),
     ],
