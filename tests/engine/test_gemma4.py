@@ -114,9 +114,13 @@ def test_the_last_layers_have_no_keys_and_values_of_their_own():
 def test_only_weights_that_a_layer_has_are_rounded(source):
     spec = spec_of(source)
     assert spec.decoder is not None
-    rounded = replace(spec, quantization="int4").rounded
-    assert min(rows for rows, _, _ in rounded) > 0
-    linears = [(sum(rows), columns) for _, rows, columns in spec.decoder.linears(spec.vocab_size)]
+    head, *rounded = replace(spec, quantization="int4").rounded
+    assert head == (spec.vocab_size, spec.decoder.hidden_size, 8) and min(rows for rows, _, _ in rounded) > 0
+    linears = [
+        (sum(rows), columns)
+        for index in range(len(spec.decoder.shapes))
+        for _, rows, columns in spec.decoder.layer_linears(index)
+    ]
     assert sum(rows * columns for rows, columns, _ in rounded) == sum(rows * columns for rows, columns in linears)
 
 

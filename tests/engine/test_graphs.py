@@ -134,10 +134,10 @@ def test_the_tokens_after_a_steps_own_are_padding():
 
 
 def test_a_step_of_several_launches_of_decodes_is_not_replayed(monkeypatch):
-    monkeypatch.setattr(gpu_plan, "MAX_PARTS", 4)
     layer = layer_of(1, 16, 16)
     meta = AttentionMeta.of([([0] * 64, 999, 1)] * 3, 16)
     plans = StaticPlans([layer], torch.bfloat16, meta, 8)
+    monkeypatch.setattr(gpu_plan, "MAX_PARTS", 4)  # of the steps' own plans
     kind = (None, paged_gpu.queries_of(layer, torch.bfloat16))
     one, several = (Plan(AttentionMeta.of([([0] * 64, 999, 1)] * rows, 16)) for rows in (1, 3))
     assert len(several.on_host(kind)[0]) == 3
