@@ -68,9 +68,9 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     decoder = spec.decoder
     assert decoder is not None
     activation = decoder.activation
+    layer = Layer(0, spec, decoder, META, cache=0, is_shared=False)
     for kind in dict.fromkeys(spec.layers):
-        yield partial(_rotate_store, Layer(0, spec, decoder, META), kind, spec, config.block_size)
-    layer = Layer(0, spec, decoder, META)
+        yield partial(_rotate_store, layer, kind, spec, config.block_size)
     attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
     assert attention_norm is not None and mlp_norm is not None  # see on_gpu.objection
 
