@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 TINY_BYTES = 64 << 20
 # For the memory of an engine that has ended: a driver may free it after the process is gone.
 FREED_S = 10.0
-# Sequences per step on a CPU, unless they are set: those that take this many times as long as one, but at most so many.
+# Sequences per step on a CPU, unless they are set: the number with which a step takes this many times as long as with
+# one, up to a maximum.
 # With more, the time per token would grow as fast as the throughput.
 SLOWDOWN, MAX_SEQS = 2.0, 256
 

@@ -19,7 +19,7 @@ MAX_KEY = 256  # characters
 
 
 class Gemma(Scanner):
-    """Arguments become JSON as they are read. Brackets are closed as they were opened, whichever the model writes."""
+    """Converts arguments to JSON as they are read. Closing brackets match the opening ones, whatever the model writes."""
 
     opens = (OPENS,)
     closes = (CLOSES,)
