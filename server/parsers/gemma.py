@@ -19,7 +19,7 @@ MAX_KEY = 256  # characters
 
 
 class Gemma(Scanner):
-    """Converts arguments to JSON as they are read. Closing brackets match the opening ones, whatever the model writes."""
+    """Converts arguments to JSON as they are read. Closing brackets match the opening ones, whatever was written."""
 
     opens = (OPENS,)
     closes = (CLOSES,)
