@@ -10,6 +10,10 @@ The scheduler gives every runnable thread the same share of the processors: of C
 beside K competitors get T C / (T + K). The fair ratio is the time per token that this share allows, as a multiple of
 the quiet time: (T + K) / C, and at least 1. It only counts the engine's computing threads. The exit status is 1 if a
 level took more than LIMIT times its fair ratio.
+
+The fair ratio assumes that every thread always has work. A thread that waits for another does not claim its share, so
+the CPU time that the engine uses per token is reported too: if it does not rise with the number of competitors, no CPU
+time is lost by waiting for each other.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import EngineConfig, EngineError, EngineRequest, ProcessEngine, SamplingParams
+from server.cli.bench.processes import cpu_seconds
 from server.cli.bench.session import machine
 
 # Prints a line when it runs, and ends when this process has died.
@@ -62,11 +67,12 @@ def competitors(count: int) -> Iterator[None]:
             each.communicate()
 
 
-async def seconds_per_token(engine: ProcessEngine, number: int, tokens: int) -> float:
-    """Return the mean seconds per token over `tokens` tokens of one request, after its first few."""
+async def seconds_per_token(engine: ProcessEngine, number: int, tokens: int) -> tuple[float, float]:
+    """Return the mean seconds per token, and the engine's CPU time in it, over `tokens` tokens after the first few."""
     prompt = tuple(range(1 + number, 1 + number + PROMPT_TOKENS))
     params = SamplingParams(max_tokens=WARM_TOKENS + tokens, temperature=0.0)
-    seen, start, first, last = 0, 0.0, 0, 0.0
+    seen, start, first, last, cpu = 0, 0.0, 0, 0.0, 0.0
+    assert engine.pid is not None
     async for delta in engine.generate(EngineRequest(id=number, prompt_ids=prompt, params=params)):
         if delta.error is not None:
             raise EngineError(delta.error)
@@ -74,13 +80,15 @@ async def seconds_per_token(engine: ProcessEngine, number: int, tokens: int) -> 
             continue
         seen, last = seen + len(delta.token_ids), time.perf_counter()
         if not first and seen >= WARM_TOKENS:
-            first, start = seen, last
-    return (last - start) / (seen - first)
+            first, start, cpu = seen, last, cpu_seconds(engine.pid)
+    return (last - start) / (seen - first), (cpu_seconds(engine.pid) - cpu) / (seen - first)
 
 
-async def measure(config: EngineConfig, levels: list[int], rounds: int, tokens: int) -> dict[int, list[float]]:
-    """Return the seconds per token of each round, by the number of competitors."""
-    found: dict[int, list[float]] = {level: [] for level in levels}
+async def measure(
+    config: EngineConfig, levels: list[int], rounds: int, tokens: int
+) -> dict[int, list[tuple[float, float]]]:
+    """Return the seconds and CPU seconds per token of each round, by the number of competitors."""
+    found: dict[int, list[tuple[float, float]]] = {level: [] for level in levels}
     numbers = itertools.count(1)
     engine = ProcessEngine(config)
     await engine.start()
@@ -91,30 +99,34 @@ async def measure(config: EngineConfig, levels: list[int], rounds: int, tokens: 
             for level in levels:
                 with competitors(level):
                     found[level].append(await seconds_per_token(engine, next(numbers), tokens))
-                print(f"round {number + 1}, {level} competitors: {found[level][-1] * 1e3:.2f} ms", file=sys.stderr)
+                print(f"round {number + 1}, {level} competitors: {found[level][-1][0] * 1e3:.2f} ms", file=sys.stderr)
     finally:
         await engine.close()
     return found
 
 
-def judged(found: dict[int, list[float]], threads: int, cores: int) -> list[dict[str, Any]]:
-    """Return a row per level: the median time, its ratio to the quiet time, and the ratio that is fair."""
-    quiet = statistics.median(found[0])
+def judged(found: dict[int, list[tuple[float, float]]], threads: int, cores: int) -> list[dict[str, Any]]:
+    """Return a row per level: the median times, the ratio to the quiet time, and the ratio that is fair."""
+    quiet = statistics.median(seconds for seconds, _ in found[0])
     rows = []
-    for level, seconds in found.items():
+    for level, rounds in found.items():
+        seconds, cpu = (list(column) for column in zip(*rounds, strict=True))
         ratio, fair = statistics.median(seconds) / quiet, max(1.0, (threads + level) / cores)
         row = {"competitors": level, "seconds_per_token": statistics.median(seconds), "ratio": ratio}
+        row["cpu_seconds_per_token"] = statistics.median(cpu)
         rows.append({**row, "fair_ratio": fair, "of_fair": ratio / fair, "rounds": seconds})
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as text."""
-    lines = [f"{'competitors':>11}  {'ms/token':>9}  {'to quiet':>8}  {'fair':>5}  {'of fair':>7}"]
+    lines = [
+        f"{'competitors':>11}  {'ms/token':>9}  {'to quiet':>8}  {'fair':>5}  {'of fair':>7}  {'CPU ms/token':>12}"
+    ]
     for row in rows:
         lines.append(
             f"{row['competitors']:11d}  {row['seconds_per_token'] * 1e3:9.2f}  {row['ratio']:8.2f}  "
-            f"{row['fair_ratio']:5.2f}  {row['of_fair']:7.2f}"
+            f"{row['fair_ratio']:5.2f}  {row['of_fair']:7.2f}  {row['cpu_seconds_per_token'] * 1e3:12.2f}"
         )
     return "\n".join(lines)
 
