@@ -254,11 +254,12 @@ class Generation:
     async def _take(self) -> list[Output]:
         if not self._ready and self._failure is None:
             self._changed.clear()
+            # A timer of its own: `asyncio.timeout` costs more, and this is once per token.
+            heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._changed.set)
             try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                return []
+                await self._changed.wait()
+            finally:
+                heartbeat.cancel()
         taken, self._ready = self._ready, []
         self._taken.set()
         if not taken and self._failure is not None:
