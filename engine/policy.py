@@ -1,7 +1,8 @@
 """The order of running sequences under each scheduling policy.
 
-Other parts of a policy: `_cohort` in scheduler.py admits sequences in batches under `static`, and in_turn in waiting.py
-sorts those that wait under `priority`.
+Other parts of a policy: in scheduler.py, `_cohort` admits sequences in batches under `static`, `schedule` sorts the
+running ones whenever the policy is `priority`, `_serve_running` gives prompts the whole budget under `prefill-first`,
+and `_yields_to` preempts nothing under `static`. `rank` in waiting.py sorts those that wait under `priority`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ WAITING, RUNNING, ENDED = Status  # read for each row: an Enum's members take lo
 
 
 class Scheduler:
-    """Owner of all sequences and of the block pool. Every method runs on the loop's thread."""
+    """Owner of all sequences; their blocks belong to its PrefixCache. Every method runs on the loop's thread."""
 
     def __init__(
         self,
