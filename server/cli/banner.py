@@ -24,7 +24,7 @@ QUESTION = "What is continuous batching?"
 NOTES = {
     "builtin": "This small model was trained for demonstration: it can answer a few questions about Pequod, no more."
     " `pequod pull smollm2` downloads a chat model of 94 MB, which is then the default.",
-    "smollm2": "This model is the default because it is on this machine. It is small: name a larger one as MODEL.",
+    "smollm2": "This small model is served when none is named. A larger one, named as MODEL, answers better.",
 }
 EXACT = "exact: a request has the same bits alone and in any batch"
 INEXACT = "equal up to rounding: a batch's other requests can change the last bits of a sum"
