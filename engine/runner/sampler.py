@@ -49,7 +49,7 @@ FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint6
 def uniform(streams: NDArray[np.uint64], positions: Ints) -> NDArray[np.float64]:
     """Return a number in [0, 1) for each stream of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
     number generators") and position, which is an index into the stream. A seed's stream starts with `mixed(seed)`."""
-    state = streams + FACTORS[2] * (positions + 1).astype(np.uint64)
+    state = streams + FACTORS[2] * (positions + 1).view(np.uint64)
     return (mixed(state) >> SHIFTS[3]).astype(np.float64) * 2.0**-53
 
 
