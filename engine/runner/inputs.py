@@ -126,12 +126,13 @@ class Inputs:
 
         shape = Shape(size, len(rows), width, len(layout.logits_at), len(layout.hidden_at))
         host, device = self.buffers.views(shape)
-        host.ids[:] = list(chain.from_iterable([row.token_ids for row in rows]))
         host.query_start[:] = layout.query_start
         host.seq_lens[:] = lengths
         if size == len(rows):  # only decode rows: one token per row
+            host.ids[:] = [row.token_ids[0] for row in rows]
             of_token, host.positions[:] = slots, starts
         else:
+            host.ids[:] = list(chain.from_iterable([row.token_ids for row in rows]))
             of_token = np.repeat(slots, counts)
             host.positions[:] = np.arange(size) + np.repeat(starts - host.query_start[:-1], counts)
         blocks, offsets = np.divmod(host.positions, self.block_size)
