@@ -125,7 +125,9 @@ class Scheduler:
         if (self.limits.is_alone and self._in_flight) or not self._make_way():
             return None
         preempted = self.counters.preempted
-        num_prompts = len([seq for seq in self.running if seq.start == 0 or len(seq.tokens) - seq.start > 1])
+        # Also those that compute the last token of a prompt. Most steps have none, so only few properties are read.
+        prompts = [seq for seq in self.running if seq.start < seq.prompt_len or len(seq.tokens) - seq.start > 1]
+        num_prompts = sum([seq.is_prompt for seq in prompts])
         share = self._share(len(self.waiting) + num_prompts)
         # Without prompts and with one flow, only priorities change the order of arrival.
         is_in_order = not num_prompts and self.service.num_flows == 1 and self.config.policy != "priority"
@@ -137,7 +139,8 @@ class Scheduler:
         budget = self._admit(chosen, left, share) if self.counters.preempted == preempted else left
         if num_prompts or budget != left:
             self._top_up(chosen, budget)
-        return None if all(seq.is_guess for seq in chosen) else self._batch(chosen)
+        has_prompts = bool(prompts) or budget != left
+        return None if all(seq.is_guess for seq in chosen) else self._batch(chosen, has_prompts)
 
     def _share(self, num_prompts: int) -> int:
         """Return the most tokens that one sequence may take of this step: a part if several prompts want them."""
@@ -303,11 +306,12 @@ class Scheduler:
                 chosen[seq] += more
                 budget -= more
 
-    def _batch(self, chosen: dict[Sequence, int]) -> Batch:
+    def _batch(self, chosen: dict[Sequence, int], has_prompts: bool) -> Batch:
         everyone = len(chosen) == len(self.running)
         seqs = list(self.running) if everyone else [seq for seq in self.running if seq in chosen]
         entered = [seq.enter() for seq in seqs if seq.new_to_runner]
-        prompts = [seq for seq in seqs if seq.start < seq.prompt_len or len(seq.tokens) - seq.start > 1]
+        own = seqs if has_prompts else ()  # otherwise each row is the last token of an output
+        prompts = [seq for seq in own if seq.start < seq.prompt_len or len(seq.tokens) - seq.start > 1]
         prompt_tokens = sum([chosen[seq] for seq in prompts])
         rows = [seq.launch(chosen[seq]) for seq in seqs]
         left, self._left = self._left, []

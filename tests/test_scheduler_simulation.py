@@ -161,11 +161,11 @@ def budget_off_by_one(patch):
 def resumed_blocks_not_sent(patch):
     batch = scheduler.Scheduler._batch
 
-    def skip(self, chosen):
+    def skip(self, chosen, *rest):
         for seq in chosen:
             if seq.status is Status.RUNNING and seq.new_to_runner:
                 seq.num_sent_blocks = min(1, len(seq.block_ids) - 1)
-        return batch(self, chosen)
+        return batch(self, chosen, *rest)
 
     patch.setattr(scheduler.Scheduler, "_batch", skip)
 
