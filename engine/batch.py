@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -53,14 +53,13 @@ class Entered:
     token_ids: list[int]  # prompt and output so far, when params.uses_history; else empty
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """One step. The runner processes `left` before `entered`: a preempted sequence can leave and enter again."""
 
     step: int
     rows: list[Row]
-    entered: list[Entered] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
+    entered: list[Entered] = []
+    left: list[int] = []
     prompt_tokens: int = 0  # of all tokens, those that complete a prompt or are computed again
 
     @property
@@ -102,10 +101,9 @@ class RowError(msgspec.Struct, frozen=True):
 Outcome = Sampled | Embedded | RowError | None
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """What a step computed."""
 
     outcomes: list[Outcome]  # one per row of the batch
-    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row index -> one per scored token
-    seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample, kernels
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # row index -> one per scored token
+    seconds: dict[str, float] = {}  # prepare, forward, sample, kernels

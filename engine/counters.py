@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from .batch import Batch
 from .blocks import BlockPool
 from .types import StepStats
 
 
-@dataclass(slots=True)
-class Counters:
+class Counters(Struct):
     """Totals since the engine's start."""
 
     preempted: int = 0  # sequences

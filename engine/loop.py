@@ -274,9 +274,9 @@ class EngineLoop:
             self._respond(TokenDelta(id=request_id, finish_reason="abort"))
 
     def _forget(self, deltas: list[TokenDelta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason and self.grammars is not None:
-                self.grammars.remove(delta.id)
+        for request_id in [delta.id for delta in deltas if delta.finish_reason]:
+            if self.grammars is not None:
+                self.grammars.remove(request_id)
 
     def _respond(self, delta: TokenDelta | None) -> None:
         if delta is not None:

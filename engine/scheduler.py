@@ -85,7 +85,6 @@ class Scheduler:
         seq = Sequence(request, self._arrivals, self.clock(), self.config.block_size, max_length)
         if forced:
             seq.tokens += forced
-            seq.num_unsent = len(forced)
             self.counters.forced_tokens += len(forced)
         self._arrivals += 1
         self.by_id[seq.id] = seq
@@ -126,7 +125,9 @@ class Scheduler:
         if (self.limits.is_alone and self._in_flight) or not self._make_way():
             return None
         preempted = self.counters.preempted
-        num_prompts = sum([seq.is_prompt for seq in self.running])
+        # Also those that compute the last token of a prompt. Most steps have none, so only few properties are read.
+        prompts = [seq for seq in self.running if seq.start < seq.prompt_len or len(seq.tokens) - seq.start > 1]
+        num_prompts = sum([seq.is_prompt for seq in prompts])
         share = self._share(len(self.waiting) + num_prompts)
         # Without prompts and with one flow, only priorities change the order of arrival.
         is_in_order = not num_prompts and self.service.num_flows == 1 and self.config.policy != "priority"
@@ -138,7 +139,8 @@ class Scheduler:
         budget = self._admit(chosen, left, share) if self.counters.preempted == preempted else left
         if num_prompts or budget != left:
             self._top_up(chosen, budget)
-        return None if all(seq.is_guess for seq in chosen) else self._batch(chosen)
+        has_prompts = bool(prompts) or budget != left
+        return None if all(seq.is_guess for seq in chosen) else self._batch(chosen, has_prompts)
 
     def _share(self, num_prompts: int) -> int:
         """Return the most tokens that one sequence may take of this step: a part if several prompts want them."""
@@ -304,10 +306,12 @@ class Scheduler:
                 chosen[seq] += more
                 budget -= more
 
-    def _batch(self, chosen: dict[Sequence, int]) -> Batch:
-        seqs = [seq for seq in self.running if seq in chosen]
+    def _batch(self, chosen: dict[Sequence, int], has_prompts: bool) -> Batch:
+        everyone = len(chosen) == len(self.running)
+        seqs = list(self.running) if everyone else [seq for seq in self.running if seq in chosen]
         entered = [seq.enter() for seq in seqs if seq.new_to_runner]
-        prompts = [seq for seq in seqs if seq.start < seq.prompt_len or len(seq.tokens) - seq.start > 1]
+        own = seqs if has_prompts else ()  # otherwise each row is the last token of an output
+        prompts = [seq for seq in own if seq.start < seq.prompt_len or len(seq.tokens) - seq.start > 1]
         prompt_tokens = sum([chosen[seq] for seq in prompts])
         rows = [seq.launch(chosen[seq]) for seq in seqs]
         left, self._left = self._left, []
@@ -336,7 +340,12 @@ class Scheduler:
             if seq.num_computed < len(seq.tokens) and row.is_sampled:  # a grammar has forced this token meanwhile
                 continue
             if isinstance(outcome, Sampled):  # `match` takes longer than all else here
-                deltas.append(self._append(seq, outcome, now))
+                count = len(outcome.token_ids)
+                if count > 1:
+                    self.counters.forced_tokens += count - 1
+                self.service.charge(seq.flow, OUTPUT_COST * count, seq.request.weight)
+                reason, delta = seq.append(outcome), seq.take_delta(outcome, now)
+                deltas.append(self._end(seq, reason, delta=delta) if reason else delta)
             elif isinstance(outcome, Embedded):
                 seq.last_token = now
                 delta = TokenDelta(id=seq.id, embedding=outcome.embedding)
@@ -350,16 +359,6 @@ class Scheduler:
         """Record that a step is not in flight any more; returns the sequences of its rows, some of which have ended."""
         self.cache.collected(step)
         return self._in_flight.pop(step)
-
-    def _append(self, seq: Sequence, sampled: Sampled, now: float) -> TokenDelta:
-        """Append a row's tokens to its sequence; returns the delta that delivers them."""
-        count = len(sampled.token_ids)
-        if count > 1:
-            self.counters.forced_tokens += count - 1
-        self.service.charge(seq.flow, OUTPUT_COST * count, seq.request.weight)
-        reason = seq.append(sampled)
-        delta = seq.take_delta(sampled, now)
-        return self._end(seq, reason, delta=delta) if reason else delta
 
     def abandon(self, batch: Batch, *, may_fit: bool = False) -> list[TokenDelta]:
         """Discard a step that ran out of memory: its largest request fails, and steps are smaller for a while.

@@ -33,7 +33,7 @@ class Sequence:
     block_size: int
     max_length: int  # tokens of prompt and output with which it ends at the latest
     tokens: list[int] = field(default_factory=list)  # prompt, then output
-    num_unsent: int = 0  # of the last tokens: forced by a grammar before the first sampled one, not yet in a delta
+    num_delivered: int = 0  # tokens of the prompt and of deltas; the others wait for the first one that is sampled
     num_computed: int = 0  # tokens whose keys and values are in the cache (collected steps only)
     start: int = 0  # position of the first token that is neither computed nor in flight: where its next row starts
     sampled_length: int = 0  # its length when the last of these steps that samples a token has been collected
@@ -62,6 +62,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_ids, *self.request.output_ids]
+        self.num_delivered = len(self.tokens)
         self.id, self.flow, self.prompt_len = self.request.id, self.request.flow, len(self.request.prompt_ids)
         self.is_plain = self.pooling is None and self.request.params.prompt_logprobs is None
 
@@ -143,13 +144,13 @@ class Sequence:
 
     def launch(self, count: int) -> Row:
         """Return the row that computes its next `count` tokens, which are in flight from now on."""
-        start, tokens = self.start, self.tokens
+        start, tokens, length = self.start, self.tokens, len(self.tokens)
         end = self.start = start + count
-        is_last = end >= len(tokens) and end >= self.sampled_length
-        token_ids = [tokens[start]] if count == 1 and start < len(tokens) else tokens[start:end] or [PENDING]
-        block_ids, num_sent = self.block_ids, self.num_sent_blocks
-        num_blocks = self.num_sent_blocks = len(block_ids)
-        new_block_ids = block_ids[num_sent:] if num_sent < num_blocks else []
+        is_last = end >= length and end >= self.sampled_length
+        token_ids = [tokens[start]] if count == 1 and start < length else tokens[start:end] or [PENDING]
+        new_block_ids = self.block_ids[self.num_sent_blocks :]
+        if new_block_ids:
+            self.num_sent_blocks += len(new_block_ids)
         if self.is_plain:
             if is_last:
                 self.sampled_length = end + 1
@@ -173,15 +174,14 @@ class Sequence:
 
     def append(self, sampled: Sampled) -> str | None:
         """Append sampled and forced tokens up to its end; returns the finish reason, or None if it has not ended."""
-        tokens, stop_ids, max_length = self.tokens, self.request.params.stop_ids, self.max_length
-        end = len(tokens) + len(sampled.token_ids)
+        tokens, params, left = self.tokens, self.request.params, len(sampled.token_ids)
         for token in sampled.token_ids:
             tokens.append(token)
-            self.num_unsent += 1
-            if token in stop_ids and self.num_output >= self.request.params.min_tokens:
+            left -= 1
+            if token in params.stop_ids and self.num_output >= params.min_tokens:
                 return "stop"
-            if len(tokens) >= max_length:
-                return "stop" if sampled.is_last and len(tokens) == end else "length"
+            if len(tokens) >= self.max_length:
+                return "stop" if sampled.is_last and not left else "length"
         return "stop" if sampled.is_last else None
 
     def add_scores(self, row: Row, scores: list[TokenLogprob]) -> None:
@@ -191,8 +191,9 @@ class Sequence:
 
     def take_delta(self, sampled: Sampled, now: float) -> TokenDelta:
         """Return the delta of the tokens that none has had yet, which from now on one has."""
-        tokens, count, self.num_unsent = self.tokens, self.num_unsent, 0
-        token_ids = (tokens[-1],) if count == 1 else tuple(tokens[len(tokens) - count :])
+        tokens, first = self.tokens, self.num_delivered
+        self.num_delivered = length = len(tokens)
+        token_ids = (tokens[first],) if first + 1 == length else tuple(tokens[first:])
         self.last_token = now
         if self.first_token and sampled.logprobs is None:
             return TokenDelta(id=self.id, token_ids=token_ids)
@@ -219,7 +220,7 @@ class Sequence:
         return RequestStats(
             prompt_tokens=self.prompt_len,
             cached_tokens=self.cached_tokens,
-            output_tokens=self.num_output - self.num_unsent,
+            output_tokens=self.num_delivered - self.prompt_len,
             arrived=self.arrived,
             scheduled=self.scheduled,
             first_token=self.first_token,

@@ -85,7 +85,8 @@ def first_forced_tokens_not_told(patch):
     def silent(self, request, forced=None):
         delta = add(self, request, forced)
         if request.id in self.by_id:
-            self.by_id[request.id].num_unsent = 0
+            seq = self.by_id[request.id]
+            seq.num_delivered = len(seq.tokens)
         return delta
 
     patch.setattr(scheduler.Scheduler, "add", silent)
@@ -160,11 +161,11 @@ def budget_off_by_one(patch):
 def resumed_blocks_not_sent(patch):
     batch = scheduler.Scheduler._batch
 
-    def skip(self, chosen):
+    def skip(self, chosen, *rest):
         for seq in chosen:
             if seq.status is Status.RUNNING and seq.new_to_runner:
                 seq.num_sent_blocks = min(1, len(seq.block_ids) - 1)
-        return batch(self, chosen)
+        return batch(self, chosen, *rest)
 
     patch.setattr(scheduler.Scheduler, "_batch", skip)
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from .. import hub

@@ -86,11 +86,12 @@ class NativeLogits:
 
 
 def _check(x: Tensor) -> None:
-    if x.dtype != torch.float32 or x.dim() != 2 or x.device.type != "cpu":
+    if x.dtype != torch.float32 or x.dim() != 2 or not x.is_cpu:
         raise ValueError(f"not [rows, vocab] of float32 on the CPU: {tuple(x.shape)} of {x.dtype}")
 
 
 def _outputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous x, and memory for a value and an index for each row."""
     _check(x)
-    return x.contiguous(), x.new_empty(len(x)), torch.empty(len(x), dtype=torch.int64)
+    rows = x.shape[0]
+    return x.contiguous(), torch.empty(rows), torch.empty(rows, dtype=torch.int64)

@@ -7,7 +7,6 @@ does not change while the same sequences decode is kept, too: the Layout of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -25,8 +24,7 @@ from .group_tables import GroupTables
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(NamedTuple):
     """The input of one step: the model's on the device, and the sampler's and pooler's on the host."""
 
     forward: Forward
@@ -44,6 +42,7 @@ class Layout(NamedTuple):
 
     slots: Ints  # [rows]
     counts: Ints  # [rows], tokens
+    max_query: int
     query_start: Ints  # see AttentionMeta
     query_start_list: list[int]
     logits_at: Ints  # indices of tokens
@@ -121,17 +120,19 @@ class Inputs:
         slots, counts, size = layout.slots, layout.counts, layout.query_start_list[-1]
         starts = np.array([row.start for row in rows], np.int64)
         lengths = starts + counts
-        longest = int(lengths.max())
+        seq_lens = lengths.tolist()
+        longest = max(seq_lens)
         width = -(-longest // self.block_size)
 
         shape = Shape(size, len(rows), width, len(layout.logits_at), len(layout.hidden_at))
         host, device = self.buffers.views(shape)
-        host.ids[:] = list(chain.from_iterable([row.token_ids for row in rows]))
         host.query_start[:] = layout.query_start
         host.seq_lens[:] = lengths
         if size == len(rows):  # only decode rows: one token per row
+            host.ids[:] = [row.token_ids[0] for row in rows]
             of_token, host.positions[:] = slots, starts
         else:
+            host.ids[:] = list(chain.from_iterable([row.token_ids for row in rows]))
             of_token = np.repeat(slots, counts)
             host.positions[:] = np.arange(size) + np.repeat(starts - host.query_start[:-1], counts)
         blocks, offsets = np.divmod(host.positions, self.block_size)
@@ -155,10 +156,10 @@ class Inputs:
             seq_lens=device.seq_lens,
             slot_mapping=device.slot_mapping,
             block_table=device.block_table,
-            max_query=int(counts.max()),
+            max_query=layout.max_query,
             max_seq=longest,
             query_start_list=layout.query_start_list,
-            seq_lens_list=lengths.tolist(),
+            seq_lens_list=seq_lens,
             others=others,
         )
         forward = Forward(
@@ -199,7 +200,8 @@ def _new_layout(rows: list[Row], slots: Ints, counts: list[int], *, only_samples
         sampled_rows = np.flatnonzero([row.num_logits for row in rows])
         ends = _ints(query_start)
         logits_at = ends[1:][sampled_rows] - 1
-        return Layout(slots, _ints(counts), ends, query_start, logits_at, _ints([]), sampled_rows, None, {}, {}, {})
+        places = slots, _ints(counts), max(counts), ends, query_start, logits_at, _ints([])
+        return Layout(*places, sampled_rows, None, {}, {}, {})
     at: list[int] = []
     hidden_at: list[int] = []
     sampled: list[int] = []
@@ -220,6 +222,7 @@ def _new_layout(rows: list[Row], slots: Ints, counts: list[int], *, only_samples
     return Layout(
         slots,
         _ints(counts),
+        max(counts),
         _ints(query_start),
         query_start,
         logits_at=_ints(at),

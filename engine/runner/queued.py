@@ -28,7 +28,7 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor) -> None:
         # A copy on a CPU, too: the next step may overwrite the tensor.
-        self._tensor = tensor.to("cpu", non_blocking=True, copy=True)
+        self._tensor = tensor.clone() if tensor.is_cpu else tensor.to("cpu", non_blocking=True)
         self._copied: torch.cuda.Event | None = None
         if tensor.is_cuda:
             self._copied = torch.cuda.Event()
@@ -64,7 +64,7 @@ class QueuedTokens:
         ids = host if host.ndim == 1 else host[:, 0].astype(np.int64)
         token_ids = ids.tolist()
         logprobs = {row: _entry(host[row, 1:], count) for row, count in self._counts.items() if token_ids[row] >= 0}
-        errors = {row: ERRORS[token_ids[row]] for row in np.flatnonzero(ids < 0).tolist()}
+        errors = {row: ERRORS[token_ids[row]] for row in (ids < 0).nonzero()[0].tolist()}
         return SampledTokens(token_ids, logprobs, errors)
 
 

@@ -130,8 +130,11 @@ class Step:
                 sampled[index] = Sampled([tokens.token_ids[index]], [logprob])
             for index, error in tokens.errors.items():
                 sampled[index] = error
-            for row, outcome in zip(self.prepared.sampled_rows.tolist(), sampled, strict=True):
-                outcomes[row] = outcome
+            if len(sampled) == len(outcomes):
+                outcomes = sampled
+            else:
+                for row, outcome in zip(self.prepared.sampled_rows.tolist(), sampled, strict=True):
+                    outcomes[row] = outcome
             if self.runner.sampler.has_histories:
                 self.runner.known[self.prepared.slots[self.prepared.sampled_rows]] = tokens.token_ids
         for row, problem in self.problems.items():

@@ -287,6 +287,18 @@ def test_a_step_out_of_memory_costs_its_largest_request_and_makes_steps_smaller(
     assert driver.step() == {"a": 2, "c": 3}, "nothing of the lost step counts"
 
 
+def test_a_token_counts_as_a_prompts_also_when_it_is_the_last_one_of_it_and_alone_in_its_step():
+    driver = Driver(max_batched_tokens=8).add("a", prompt=17)
+    counts = []
+    for _ in range(4):
+        driver.step()
+        counts.append((driver.batch.num_tokens, driver.batch.prompt_tokens))
+    assert counts == [(8, 8), (8, 8), (1, 1), (1, 0)]
+    driver.add("b", prompt=1)
+    driver.step()
+    assert (driver.batch.num_tokens, driver.batch.prompt_tokens) == (2, 1)
+
+
 def schedule_twice(driver: Driver) -> tuple[Batch, Batch]:
     """Schedule a step while the one before it is in flight."""
     first, second = driver.scheduler.schedule(), driver.scheduler.schedule()
