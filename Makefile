@@ -140,7 +140,7 @@ image-test:
 asan: dev
 	PEQUOD_KERNEL_FLAGS="-fsanitize=address -fno-omit-frame-pointer -g1" ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so)" sh -c '\
-	  $(BIN)/python -c "from engine.kernels.build import library; library(); library(emulate=True)" && \
+	  $(BIN)/python -c "from engine.kernels.build import *; library(); [library(emulate=isa) for isa in EMULATED]" && \
 	  $(BIN)/python -m pytest tests/engine/test_kernels.py tests/engine/test_kernels_small.py \
 	    tests/engine/test_kernels_quantized.py tests/engine/test_kernels_packing.py tests/engine/test_cpu_attention.py \
 	    tests/engine/test_threads.py tests/engine/test_amx.py'

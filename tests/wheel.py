@@ -6,9 +6,11 @@ itself must come from the wheel, and nothing of this checkout may be needed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -26,10 +28,11 @@ KERNELS = "from engine.kernels import build; print(build.library())"
 
 
 def main() -> int:
+    beside()
     with tempfile.TemporaryDirectory() as scratch:
         place = pathlib.Path(scratch)
-        build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(place), "."]
-        subprocess.run(build, cwd=ROOT, check=True)
+        command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", scratch, "."]
+        subprocess.run(command, cwd=ROOT, check=True)
         (wheel,) = place.glob("pequod-*.whl")
         names = zipfile.ZipFile(wheel).namelist()
         tops = {name.partition("/")[0] for name in names}
@@ -62,6 +65,16 @@ def main() -> int:
         serve(python, place, clean)
     print("the wheel works by itself")
     return 0
+
+
+def beside() -> None:
+    """Copy the kernels beside their sources, where a build finds them, if they have been compiled elsewhere."""
+    with contextlib.suppress(build.BuildError):
+        library = build.library()
+        if library.parent != build.HERE:
+            copy = build.HERE / f".{library.name}.{os.getpid()}"
+            shutil.copy(library, copy)
+            os.replace(copy, build.HERE / library.name)  # others may be about to load it
 
 
 def kernels_of(wheel: pathlib.Path, names: list[str]) -> str | None:

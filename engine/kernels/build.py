@@ -34,6 +34,7 @@ VARIANTS = {
 # Sources of every variant, and those of AMX, which has only matmuls: in everything else it is the avx512 variant.
 KERNELS = ("attention", "blocks", "layers", "logits", "lossless", "matmul", "quantized", "rounding")
 AMX_KERNELS = ("lossless", "matmul", "quantized", "trial")
+BASES = {"amx": "avx512"}  # variants that have matmuls alone, and those whose other functions they use
 EMULATED = ("amx", "avx512bf16")  # variants whose instructions can be emulated
 # Object -> its source and options. A source has one object for each variant.
 OBJECTS = {
@@ -72,7 +73,7 @@ def compiler() -> list[str] | None:
     return [found] if found else None
 
 
-def file_name(*, emulate: bool = False) -> str:
+def file_name(*, emulate: str = "") -> str:
     """Return the file name of the library of these sources. `emulate`: see `compile_into`."""
     digest = hashlib.sha256(repr((OBJECTS, OPTIONS, LINKED, emulate, os.environ.get(FLAGS, ""))).encode())
     for source in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")]):
@@ -80,10 +81,11 @@ def file_name(*, emulate: bool = False) -> str:
     return f"pequod-kernels-{digest.hexdigest()[:16]}.so"
 
 
-def compile_into(folder: Path, *, emulate: bool = False) -> Path:
+def compile_into(folder: Path, *, emulate: str = "") -> Path:
     """Compile the library into a directory and return its path; the file appears atomically. Raises BuildError.
 
-    `emulate` builds the variants of EMULATED without their instructions, for processors that lack them.
+    `emulate`: one of EMULATED, which is then built without its instructions, for tests on processors that lack them.
+    That library has this variant alone, with what it calls of the one in BASES.
     """
     if reason := supported():
         raise BuildError(reason)
@@ -92,16 +94,16 @@ def compile_into(folder: Path, *, emulate: bool = False) -> Path:
         raise BuildError("no C++ compiler was found")
     more = shlex.split(os.environ.get(FLAGS, ""))
     with tempfile.TemporaryDirectory(prefix="pequod-kernels-") as scratch:
-        objects = {name: f"{scratch}/{name}.o" for name in OBJECTS}
+        objects = {name: f"{scratch}/{name}.o" for name in (_emulating(emulate) if emulate else OBJECTS)}
 
         def one(name: str) -> None:
             source, options = OBJECTS[name]
-            if emulate and name.endswith(EMULATED):
+            if emulate and name.endswith(f"_{emulate}"):
                 options = [*(option for option in options if option != "-mavx512bf16"), "-DEMULATE"]
             _call([*command, *OPTIONS, *options, *more, "-c", str(HERE / source), "-o", objects[name]])
 
-        with ThreadPoolExecutor(min(len(OBJECTS), os.cpu_count() or 1)) as pool:
-            list(pool.map(one, OBJECTS))
+        with ThreadPoolExecutor(min(len(objects), os.cpu_count() or 1)) as pool:
+            list(pool.map(one, objects))
         _call([*command, *LINKED, *more, *objects.values(), "-o", f"{scratch}/library.so"])
         target = folder / file_name(emulate=emulate)
         # Copy it into the directory under another name first: only a rename within one file system is atomic.
@@ -112,10 +114,22 @@ def compile_into(folder: Path, *, emulate: bool = False) -> Path:
     return target
 
 
-def library(*, emulate: bool = False, beside: bool = False) -> Path:
+def _emulating(isa: str) -> list[str]:
+    """Return the objects of a library that emulates a variant."""
+    variants = [isa, BASES.get(isa)]
+    own = {source for name, (source, _) in OBJECTS.items() if name.endswith(f"_{isa}")}
+    return [
+        name
+        for name, (source, options) in OBJECTS.items()
+        if not options or (source in own and name.rpartition("_")[2] in variants)
+    ]
+
+
+def library(*, emulate: str = "", beside: bool = False) -> Path:
     """Return the path of the library of these sources, compiling it if it does not exist. Raises BuildError.
 
-    `beside`: compile it beside the sources, for the install, not into the cache directory.
+    `emulate`: see `compile_into`. `beside`: compile it beside the sources, for the install, not into the cache
+    directory.
     """
     name = file_name(emulate=emulate)
     if (HERE / name).is_file():

@@ -19,11 +19,11 @@ import torch
 
 from ..types import ConfigError
 from . import build, structures
+from .build import BASES
 
 # Instruction sets, the most capable first, each with its bit in pequod_features() or, of amx, in `load`. `best_first`
 # orders them by speed.
 ISAS = {"amx": 64, "avx512bf16": 4, "avx512": 2, "avx2": 1}
-BASES = {"amx": "avx512"}  # variants that have matmuls alone, and those whose other functions they use
 AMX, VNNI = 8, 16
 # Measured or tried when the library is loaded: the processor's bfloat16 dot product is faster than multiply-adds; its
 # tiles (AMX) are faster than both; the system refuses them to this process.

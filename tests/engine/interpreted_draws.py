@@ -6,7 +6,6 @@ this file.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -26,10 +25,11 @@ from engine.runner.queued import SampledTokens
 from engine.runner.sampler import Sampler
 from engine.runner.triton_logits import TritonLogits
 from engine.types import SamplingParams
+from tests.engine.interpreter import hasten
 from tests.engine.recorder import Recorder
 from tests.engine.test_sampler import random_history, random_params
 
-assert os.environ.get("TRITON_INTERPRET") == "1"
+hasten()
 CPU = torch.device("cpu")
 VOCAB, HIDDEN, TOKENS, SLOTS = 90, 8, 12, 7
 BUCKETS = [1, 2, 5]

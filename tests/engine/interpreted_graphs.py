@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,10 +32,11 @@ from engine.models import dummy, on_gpu, rope
 from engine.runner import Runner, Step, cuda_graphs, logits_choice
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest
+from tests.engine.interpreter import hasten
 from tests.engine.recorder import Freed, Recorder, Tape
 from tests.engine.test_attention import spoil
 
-assert os.environ.get("TRITON_INTERPRET") == "1"
+hasten()
 pytestmark = pytest.mark.usefixtures("recorder")
 
 

@@ -9,7 +9,6 @@ they are replaced by ones that add as matrix units do.
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,12 @@ from engine.runner.logits import TorchLogits
 from engine.scheduler import Scheduler
 from tests.engine.interpreted_graphs import MODELS, SHAPE
 from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, Calls, cache_of, step
+from tests.engine.interpreter import hasten
 from tests.engine.recorder import Recorder
 from tests.engine.test_attention import CPU, spoil
 from tests.models import load_model, make
 
-assert os.environ.get("TRITON_INTERPRET") == "1"
+hasten()
 PART = 16  # tokens of a part of a context, instead of 256
 SMALL = [{4: Tile(16, 64, 2, 2), ANY: Tile(32, 128, 4, 2, columns=64, shared=2)}, {ANY: Tile(32, 64, 4, 2)}]
 

@@ -8,7 +8,6 @@ The interpreter truncates where a GPU rounds to bfloat16, so rounding is compare
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,10 +29,11 @@ from engine.models.layers import ACTIVATIONS
 from engine.models.norms import RMSNorm
 from engine.models.on_gpu import OnGPU, add_norm, gated
 from engine.models.rope import Rope, Rotary, rotate
+from tests.engine.interpreter import hasten
 from tests.engine.test_attention import CPU, layer_of, spoil
 from tests.models import load_model, make
 
-assert os.environ.get("TRITON_INTERPRET") == "1"
+hasten()
 
 
 def inside(rows: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 from typing import Any
 
@@ -26,10 +25,11 @@ from engine.runner.logits import ROW_PARAMS, TorchLogits
 from engine.runner.sampler import Sampler
 from engine.runner.triton_logits import TritonLogits
 from engine.types import SamplingParams
+from tests.engine.interpreter import hasten
 from tests.engine.test_logits import cases
 from tests.engine.test_sampler import random_history, random_params
 
-assert os.environ.get("TRITON_INTERPRET") == "1"
+hasten()
 CPU = torch.device("cpu")
 
 

@@ -8,7 +8,6 @@ The interpreter truncates where a GPU rounds to bfloat16, so results are compare
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,10 @@ from engine.models.layers import ACTIVATIONS
 from engine.models.on_gpu import OnGPU
 from engine.models.skinny import CANDIDATES, Tile, Tiles, fastest, multiply, tiles_of
 from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, cache_of, inside, model_of, step
+from tests.engine.interpreter import hasten
 from tests.engine.recorder import Recorder
 
-assert os.environ.get("TRITON_INTERPRET") == "1"
+hasten()
 SMALL = Tile(16, 16, 2, 2)
 
 

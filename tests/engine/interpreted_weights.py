@@ -8,7 +8,6 @@ The interpreter truncates where a GPU rounds to bfloat16, so products are compar
 from __future__ import annotations
 
 import math
-import os
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -31,6 +30,7 @@ from engine.models.gpu_weights import MOST_ROWS, ROUNDED, Form, GPUProduct, GPUW
 from engine.models.on_gpu import OnGPU
 from engine.models.rounding import TOPS, rounded
 from tests.engine import test_gguf
+from tests.engine.interpreter import hasten
 from tests.engine.test_attention import CPU
 from tests.engine.test_kernels_quantized import heavy, in_groups
 from tests.engine.test_kernels_quantized import rounded as rounded_to_8
@@ -40,7 +40,7 @@ from tests.engine.test_quantized import KINDS, error
 from tests.models import load_model, make
 from tests.quantized import write
 
-assert os.environ.get("TRITON_INTERPRET") == "1"
+hasten()
 
 FORMS = [
     *ROUNDED.values(),

@@ -32,11 +32,11 @@ from tests.engine.test_plan import GB, qwen3  # noqa: F401
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(1200)  # each is a file of tests
-@pytest.mark.parametrize("name", ["interpreted_graphs", "interpreted_draws"])
-def test_replayed_steps_in_the_interpreter_equal_launched_ones(name):
+@pytest.mark.timeout(1200)  # these are files of tests
+def test_replayed_steps_in_the_interpreter_equal_launched_ones():
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/engine/{name}.py"]
+    files = "tests/engine/interpreted_graphs.py", "tests/engine/interpreted_draws.py"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout

@@ -18,20 +18,19 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(1200)  # each is a file of tests
-@pytest.mark.parametrize(
-    "file",
-    [
-        "interpreted.py",
-        "interpreted_invariance.py",
-        "interpreted_layers.py",
-        "interpreted_logits.py",
-        "interpreted_skinny.py",
-        "interpreted_weights.py",
-    ],
-)
-def test_kernels_in_the_interpreter_equal_torch(file):
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/engine/{file}"]
+FILES = [
+    "interpreted.py",
+    "interpreted_invariance.py",
+    "interpreted_layers.py",
+    "interpreted_logits.py",
+    "interpreted_skinny.py",
+    "interpreted_weights.py",
+]
+
+
+@pytest.mark.timeout(3600)  # these are files of tests
+def test_kernels_in_the_interpreter_equal_torch():
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(f"tests/engine/{file}" for file in FILES)]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
