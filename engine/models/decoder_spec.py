@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from ..quantized.config import Weights
 from .experts import ExpertsSpec
-from .families import BEFORE, PLAIN, NormKind, NormNames
+from .family import BEFORE, PLAIN, NormKind, NormNames
 from .rope import Rope
 
 

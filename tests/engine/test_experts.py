@@ -75,7 +75,7 @@ def test_a_token_that_is_no_number_spoils_no_other():
     assert torch.equal(beside[[0, 1, 3, 4]], alone[[0, 1, 3, 4]])
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe-groups"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe-groups", "granitemoe"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_experts_are_quantized_and_the_router_is_not(tmp_path, name, quantization):
     if choose("auto", CPU, torch.float32).kernels is None:

@@ -38,6 +38,7 @@ GEMMA4 = {"global_head_dim": 64, "hidden_size_per_layer_input": 0, "sliding_wind
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MixtralForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "GraniteMoeForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "Qwen3MoeForCausalLM": {**EXPERTS, "mlp_only_layers": [1]},
     "Glm4MoeForCausalLM": {**EXPERTS, "n_routed_experts": 6, "tie_word_embeddings": True},
     "Gemma4ForCausalLM": {
