@@ -390,6 +390,22 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
     assert len(model.spec.layers) == 3
 
 
+@needs_library
+def test_layers_that_predict_further_tokens_are_not_in_the_memory_plan(tmp_path):
+    path = write(
+        made("glm4_moe-groups", tmp_path / "model"),
+        tmp_path / "model.gguf",
+        "glm4_moe-groups",
+        Type.Q8_0,
+        nextn_predict_layers=1,
+        block_count=4,
+        tensors={"blk.3.nextn.eh_proj.weight": (64, 128), "blk.3.attn_q.weight": (64, 64)},
+    )
+    model = load_model(EngineConfig(model=str(path)), fetch(str(path), weights=True).path)
+    assert isinstance(model, Decoder) and len(model.layers) == 3
+    assert model.weights_bytes == held(model)
+
+
 def test_biases_of_experts_in_blocks_get_a_sentence(tmp_path):
     path = write(made("gpt_oss", tmp_path / "model"), tmp_path / "model.gguf", "gpt_oss")
     name = b"blk.0.ffn_gate_exps.bias"
