@@ -84,6 +84,16 @@ def plant(folder: Path, family: str, kind_of: Callable[[str], Kind | None] = lam
     save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
 
 
+def plant_two_types(folder: Path, family: str, eight: str) -> None:
+    """Write a checkpoint with weights in 4 bits, and in 8 bits where names end with `eight`."""
+    four, wide = pack_quantized(4, 32, packed="Q4_0"), int_quantized()
+    groups = {"group_0": wide.config["config_groups"]["group_0"] | {"format": "int-quantized"}}
+    groups["group_0"] |= {"targets": [f"re:.*{eight}$"]}
+    groups["group_1"] = four.config["config_groups"]["group_0"] | {"format": "pack-quantized"}
+    config = four.config | {"format": "mixed-precision", "config_groups": groups}
+    plant(folder, family, lambda name: wide if name.endswith(f"{eight}.weight") else four, quantization_config=config)
+
+
 def held(model: Decoder) -> int:
     """Return the bytes of a loaded model: of what its linear layers have packed, and of all other numbers."""
     linears = {model.head, model.embedding, *(linear for layer in model.layers for _, linear, *_ in layer.parts())}
@@ -162,17 +172,7 @@ def test_the_plan_is_the_size_of_a_quantized_checkpoint_that_is_dequantized(tmp_
     ],
 )
 def test_weights_of_one_linear_layer_may_be_in_blocks_of_two_types(tmp_path, family, eight):
-    four, wide = pack_quantized(4, 32, packed="Q4_0"), int_quantized()
-    groups = {"group_0": wide.config["config_groups"]["group_0"] | {"format": "int-quantized"}}
-    groups["group_0"] |= {"targets": [f"re:.*{eight}$"]}
-    groups["group_1"] = four.config["config_groups"]["group_0"] | {"format": "pack-quantized"}
-    config = four.config | {"format": "mixed-precision", "config_groups": groups}
-    plant(
-        tmp_path,
-        family,
-        lambda name: wide if name.endswith(f"{eight}.weight") else four,
-        quantization_config=config,
-    )
+    plant_two_types(tmp_path, family, eight)
     model = load(tmp_path)
     assert model.spec.dequantized == 0 and set(model.spec.in_blocks) == {"Q4_0", "Q8_0"}
     assert planned(tmp_path)["weights_bytes"] == model.weights_bytes == held(model)
