@@ -63,12 +63,12 @@ def shape(spec: models.ModelSpec) -> Roofline | None:
     tied = spec.decoder.tied if spec.decoder is not None else spec.source.get("tie_word_embeddings", True)
     read = spec.num_params if tied else spec.num_params - table
     others = 0 if spec.decoder is None else spec.decoder.looked_up
-    looked_up = others + (0 if tied else table)
+    looked_up = (0 if tied else table) * spec.dtype.itemsize if spec.decoder is None else spec.looked_up_bytes
     return Roofline(
         bytes_per_s=1.0,
         flops_per_s=1.0,
         pair_flops_per_s=1.0,
-        weights_bytes=spec.weights_bytes - looked_up * spec.dtype.itemsize,
+        weights_bytes=spec.weights_bytes - looked_up,
         kv_bytes_per_token=sum(layer.bytes(spec.cache_dtype) for layer in spec.attended),
         flops_per_token=2 * (read - table - others),
         # Scores and the sum of values: two matmuls over all heads.

@@ -93,6 +93,8 @@ GEMMA4_MOE = {
     "top_k_experts": 3,
     "moe_intermediate_size": 48,
 }
+EXAONE4 = {"num_hidden_layers": 5, "sliding_window": 8, "head_dim": 32}
+GRANITE_MOE = {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3, "attention_bias": True}
 COHERE2 = {"num_hidden_layers": 5, "sliding_window": 8, "bos_token_id": None, "eos_token_id": None}
 EYE = {
     "hidden_size": 32,
@@ -183,6 +185,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {**BASE, "pad_token_id": None, "eos_token_id": None}),
     "olmo3": ("olmo3", {**BASE, **OLMO3}),
     "olmo3-yarn": ("olmo3", {**BASE, **OLMO3, "rope_scaling": {**ROPES["yarn"], "attention_factor": 1.2}}),
+    "exaone4": ("exaone4", {**BASE, **EXAONE4, "rope_parameters": {**ROPES["llama3"], "rope_theta": 1e6}}),
+    "exaone4-full": (
+        "exaone4",
+        {**BASE, "sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True},
+    ),
+    "granitemoe": ("granitemoe", {**BASE, **GRANITE_MOE, "tie_word_embeddings": False}),
+    "granitemoe-tied": ("granitemoe", {**BASE, **GRANITE_MOE, "num_experts_per_tok": 1, "attention_bias": False}),
     "granite": ("granite", {**BASE, **GRANITE}),
     "granite-bias": ("granite", {**BASE, **GRANITE, "attention_bias": True, "mlp_bias": True}),
     "gemma2": ("gemma2", {**BASE, **HEAD, "sliding_window": 8}),
@@ -365,6 +374,8 @@ FLOAT32_ONLY = (
     "glm4_moe-groups",
     "qwen3_vl_moe",
     "glm4v_moe",
+    "granitemoe",
+    "granitemoe-tied",
 )  # transformers' grouped products of experts refuse float64
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..types import ModelError
-from .reader import TYPES, Model
+from . import gemma
+from .keys import FACTORS, Keys, windows_of
 
-FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies, as Llama 3.1 has them
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 LISTS = {FACTORS, LONG_FACTORS, SHORT_FACTORS}  # tensors that become values of config.json
-GEMMA_LAYERS_27B = {46, 62}  # their scores are scaled by the width of all heads, which no key says
 
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
+LOOKED_UP = {"token_embd.weight", "per_layer_token_embd.weight"}  # tables of which a token needs a row
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -51,53 +53,28 @@ SHARED_EXPERTS = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-# Tensors whose names have no "weight" or "bias" at the end in safetensors checkpoints.
-PARAMETERS = {"attn_sinks": "self_attn.sinks", "exp_probs_b": "mlp.gate.e_score_correction_bias"}
+GEMMA4 = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_up_exps": "experts.{}.gate_up_proj",
+    "ffn_down_exps": "experts.{}.down_proj",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+# Tensors whose names end otherwise in safetensors checkpoints than with "weight" or "bias".
+PARAMETERS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
 SIGMOID = 2  # as expert_gating_func
 NORMS_AROUND = {"ffn_norm": "pre_feedforward_layernorm"}  # there is one after attention, too
-
-
-class Keys:
-    """The metadata of one architecture. Raises ModelError for a missing value or one of another type."""
-
-    def __init__(self, model: Model) -> None:
-        self.metadata, self.tensors = model.metadata, model.tensors
-        name = model.metadata.get("general.architecture")
-        if not isinstance(name, str):
-            raise ModelError("the GGUF file names no architecture: it has no general.architecture")
-        self.architecture = name
-
-    def get(self, key: str) -> Any:
-        return self.metadata.get(f"{self.architecture}.{key}")
-
-    def number(self, key: str, default: float | None = None) -> Any:
-        value = self.get(key)
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
-            value = value[0]  # one for each layer
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            state = "no" if value is None else "several values or no number as"
-            raise ModelError(f"the GGUF file has {state} {self.architecture}.{key}")
-        return value
-
-    def flags(self, key: str, count: int) -> list[bool] | None:
-        """Return a flag for each of `count` layers; None: the key is missing."""
-        value = self.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or len(value) != count or not all(isinstance(each, bool) for each in value):
-            raise ModelError(f"the GGUF file's {self.architecture}.{key} is not a list of {count} flags")
-        return value
-
-    def floats(self, name: str, count: int) -> list[float]:
-        """Return the numbers of a tensor."""
-        tensor = self.tensors[name]
-        if TYPES[tensor.type].name != "F32" or tensor.shape != (count,):
-            raise ModelError(f"the GGUF file's {name} is not a list of {count} numbers in F32")
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.offset)
-            return list(struct.unpack(f"<{count}f", file.read(4 * count)))
 
 
 def _no_settings(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +93,8 @@ class Architecture(NamedTuple):
     norm_shift: float = 0.0  # added to the weights of norms
     rotates_partly: bool = False
     has_experts: bool = False  # whether it may have some
+    layers_differ: bool = False  # keys may have a value for each layer
+    eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")  # the keys in files and in config.json
 
 
 def _llama(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +127,7 @@ def _gpt_oss(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         "num_local_experts": keys.number("expert_count"),
         "num_experts_per_tok": keys.number("expert_used_count"),
         "intermediate_size": keys.number("expert_feed_forward_length", config["intermediate_size"]),
-        **_windows(keys.number("attention.sliding_window", 128), windows),
+        **windows_of(keys.number("attention.sliding_window", 128), windows),
     }
     if "rope_scaling" in config:
         found["rope_scaling"] = config["rope_scaling"] | {"truncate": False}
@@ -176,6 +155,28 @@ def _glm4moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _glm4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    if keys.get("rope.dimension_sections") is not None:
+        raise ModelError("GGUF files of GLM-4 models that read images are not supported; use safetensors files")
+    return {
+        "partial_rotary_factor": keys.number("rope.dimension_count", config["head_dim"] // 2) / config["head_dim"],
+    }
+
+
+def _mistral3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    if (beta := keys.number("attention.temperature_scale", 0)) == 0:
+        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+    if "rope_scaling" not in config:
+        raise ModelError(f"the GGUF file's {keys.architecture}.attention.temperature_scale needs a rotary scaling")
+    scales = {"mscale": 1.0, "mscale_all_dim": keys.number("rope.scaling.yarn_log_multiplier", 0)}
+    return {"rope_scaling": config["rope_scaling"] | scales | {"llama_4_scaling_beta": beta}}
+
+
+def _cohere2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    keys.number("attention.sliding_window")  # there must be one
+    return {"logit_scale": keys.number("logit_scale"), **_three_of_four(keys, config)}
+
+
 def _granite(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "attention_multiplier": keys.number("attention.scale", 0) or config["head_dim"] ** -0.5,
@@ -185,49 +186,28 @@ def _granite(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _olmo(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    window = keys.number("attention.sliding_window", 0)
-    if not window:
-        return {}
-    layers = config["num_hidden_layers"]
+def _granitemoe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_granite(keys, config),
+        "num_local_experts": keys.number("expert_count"),
+        "num_experts_per_tok": keys.number("expert_used_count"),
+    }
+
+
+def _three_of_four(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of windows that all layers but every fourth have if the file does not say which; empty: none."""
+    layers, window = config["num_hidden_layers"], keys.number("attention.sliding_window", 0)
     windows = keys.flags("attention.sliding_window_pattern", layers) or [(i + 1) % 4 != 0 for i in range(layers)]
-    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", **_windows(window, windows)}
+    return windows_of(window, windows) if window else {}
 
 
-def _gemma(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    layers = config["num_hidden_layers"]
-    wide = layers in GEMMA_LAYERS_27B
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"],
-    }
+def _olmo(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    windows = _three_of_four(keys, config)
+    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", **windows} if windows else {}
 
 
-def _gemma2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    windows = [index % 2 == 0 for index in range(config["num_hidden_layers"])]
-    return {
-        **_gemma(keys, config),
-        **_windows(keys.number("attention.sliding_window", 4096), windows),
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
-    }
-
-
-def _gemma3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    window = keys.number("attention.sliding_window", 0)
-    windows = [window > 0 and index % 6 < 5 for index in range(config["num_hidden_layers"])]
-    return {
-        **_gemma(keys, config),
-        **_windows(window or config["max_position_embeddings"], windows),
-        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
-        "final_logit_softcapping": keys.number("final_logit_softcapping", 0) or None,
-        "attn_logit_softcapping": None,
-    }
-
-
-def _windows(size: int, has_window: list[bool]) -> dict[str, Any]:
-    kinds = ["sliding_attention" if each else "full_attention" for each in has_window]
-    return {"sliding_window": size, "layer_types": kinds}
+def _exaone4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    return _three_of_four(keys, config) or {"sliding_window": None}
 
 
 def _phi3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -276,6 +256,14 @@ ARCHITECTURES = {
         names=LAYER_NAMES | QWEN_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
         has_experts=True,
     ),
+    "qwen3vl": Architecture("Qwen3ForCausalLM", "qwen3"),  # the part of Qwen3-VL that reads and writes text
+    "qwen3vlmoe": Architecture(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        _qwen3moe,
+        names=LAYER_NAMES | QWEN_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        has_experts=True,
+    ),
     "gpt-oss": Architecture(
         "GptOssGguf",
         "gpt_oss",
@@ -291,15 +279,50 @@ ARCHITECTURES = {
         rotates_partly=True,
         has_experts=True,
     ),
+    "glm4": Architecture(
+        "Glm4ForCausalLM",
+        "glm4",
+        _glm4,
+        names=LAYER_NAMES
+        | {
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        rotates_partly=True,
+    ),
+    "mistral3": Architecture("Ministral3ForCausalLM", "ministral3", _mistral3, is_interleaved=True),
+    "cohere2": Architecture(
+        "Cohere2ForCausalLM", "cohere2", _cohere2, eps=("attention.layer_norm_epsilon", "layer_norm_eps")
+    ),
     "phi3": Architecture(
         "Phi3ForCausalLM", "phi3", _phi3, names=LAYER_NAMES | {"ffn_up": "mlp.gate_up_proj"}, rotates_partly=True
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", _smollm3, is_interleaved=True),
     "granite": Architecture("GraniteForCausalLM", "granite", _granite, is_interleaved=True),
+    "granitemoe": Architecture(
+        "GraniteMoeGguf",
+        "granitemoe",
+        _granitemoe,
+        names=LAYER_NAMES | MIXTRAL_EXPERTS | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        is_interleaved=True,
+        has_experts=True,
+    ),
+    "exaone4": Architecture("Exaone4ForCausalLM", "exaone4", _exaone4),
     "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", _olmo),
-    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", _gemma2, names=LAYER_NAMES | NORMS_AROUND, norm_shift=1.0),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM", "gemma2", gemma.gemma2, names=LAYER_NAMES | NORMS_AROUND, norm_shift=1.0
+    ),
     "gemma3": Architecture(
-        "Gemma3ForCausalLM", "gemma3_text", _gemma3, names=LAYER_NAMES | NORMS_AROUND, norm_shift=1.0
+        "Gemma3ForCausalLM", "gemma3_text", gemma.gemma3, names=LAYER_NAMES | NORMS_AROUND, norm_shift=1.0
+    ),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        gemma.gemma4,
+        names=LAYER_NAMES | GEMMA4,
+        has_experts=True,
+        layers_differ=True,
     ),
 }
 
@@ -335,6 +358,8 @@ def scaling_of(keys: Keys, head_dim: int) -> dict[str, Any] | None:
     scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = keys.number("rope.scaling.original_context_length")
+        given = {name: keys.number(f"rope.scaling.yarn_{name}", 0) for name in ("beta_fast", "beta_slow")}
+        scaling |= {name: value for name, value in given.items() if value}
     return scaling
 
 

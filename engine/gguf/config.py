@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
 from ..types import ModelError
-from .architectures import LISTS, NAMES, PARAMETERS, Keys, architecture_of, is_norm, scaling_of
+from .architectures import LISTS, LOOKED_UP, NAMES, PARAMETERS, architecture_of, is_norm, scaling_of
+from .keys import Keys
 from .reader import PLAIN, TYPES, Model, TensorInfo
 
-LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
+LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias|scale)")
 UNUSED = re.compile(r"^blk\.(\d{1,5})\.nextn\.")  # of layers that predict further tokens
 
 
@@ -41,18 +42,19 @@ def config_of(model: Model) -> dict[str, Any]:
             continue
         if keys.number(key, head_dim) != head_dim:
             raise ModelError(f"the GGUF file's {key} differs from the size of a head, which is not supported")
-    embedding = tensors.get("token_embd.weight")
+    embedding, (eps, eps_name) = tensors.get("token_embd.weight"), architecture.eps
+    number = keys.first if architecture.layers_differ else keys.number
     config = {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
         "hidden_size": hidden,
-        "intermediate_size": keys.number("feed_forward_length"),
+        "intermediate_size": number("feed_forward_length"),
         "num_hidden_layers": keys.number("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.number("attention.head_count_kv", heads),
+        "num_key_value_heads": number("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": keys.number("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        eps_name: keys.number(eps),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "vocab_size": embedding.shape[0] if embedding else keys.number("vocab_size"),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -65,10 +67,14 @@ def config_of(model: Model) -> dict[str, Any]:
         config["rope_scaling"] = scaling
     config |= architecture.settings(keys, config)
     if quantized := _types(tensors) - PLAIN:
-        numbers: Counter[str] = Counter()
-        for tensor in tensors.values():
-            numbers[TYPES[tensor.type].name] += prod(tensor.shape)
-        config["quantization_config"] = {"quant_method": "gguf", "numbers": numbers, "types": sorted(quantized)}
+        used = {name: tensor for name, tensor in tensors.items() if _is_used(name, config)}
+        tables = used.keys() & (LOOKED_UP if "output.weight" in used else LOOKED_UP - {"token_embd.weight"})
+        config["quantization_config"] = {
+            "quant_method": "gguf",
+            "numbers": _numbers(used.values()),
+            "looked_up": _numbers(used[name] for name in sorted(tables)),
+            "types": sorted(quantized),
+        }
     return config
 
 
@@ -81,8 +87,8 @@ def checkpoint_names(model: Model) -> dict[str, Stored]:
             continue
         found = LAYER.fullmatch(name)
         own, _, kind = name.rpartition(".")
-        if found is not None and found[2] in PARAMETERS:
-            named[f"model.layers.{found[1]}.{PARAMETERS[found[2]]}"] = Stored(tensor, 0, 0.0)
+        if found is not None and (parameter := PARAMETERS.get(f"{found[2]}.{kind}")):
+            named[f"model.layers.{found[1]}.{parameter}"] = Stored(tensor, 0, 0.0)
             continue
         if found is not None and found[2] in architecture.names:
             own = f"model.layers.{found[1]}.{architecture.names[found[2]]}"
@@ -107,6 +113,25 @@ def _experts(name: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
             name.format(index),
             replace(tensor, shape=tuple(shape), offset=tensor.offset + index * size, num_bytes=size),
         )
+
+
+def _is_used(name: str, config: Mapping[str, Any]) -> bool:
+    """Return whether the model has a tensor. Files may have layers that predict further tokens, and keys and values of
+    layers that share those of another."""
+    found = LAYER.fullmatch(name) or UNUSED.match(name)
+    if found is None:
+        return True
+    layer, layers = int(found[1]), config["num_hidden_layers"]
+    own = layers - config.get("num_kv_shared_layers", 0)
+    return layer < own or (layer < layers and found[2] not in ("attn_k", "attn_v", "attn_k_norm"))
+
+
+def _numbers(tensors: Iterable[TensorInfo]) -> Counter[str]:
+    """Return the numbers of some tensors by their types."""
+    numbers: Counter[str] = Counter()
+    for tensor in tensors:
+        numbers[TYPES[tensor.type].name] += prod(tensor.shape)
+    return numbers
 
 
 def _types(tensors: Mapping[str, TensorInfo]) -> set[str]:

@@ -15,7 +15,7 @@ from .config import checkpoint_names, config_of
 from .reader import PART, files_of, read
 from .tokenizer import Vocabulary
 
-FORMAT = 2  # of the folders; another number makes new ones
+FORMAT = 3  # of the folders; another number makes new ones
 TENSORS = "tensors.json"
 
 

@@ -1,7 +1,7 @@
 """Writes a GGUF file's vocabulary as a tokenizer.json, and its special tokens and chat template beside it.
 
-Two kinds are supported: byte-level BPE ("gpt2"), whose pre-tokenizer is named by a key, and sentencepiece BPE
-("llama"), whose merges follow from the tokens' scores.
+Two kinds are supported: byte-level BPE ("gpt2"), whose pre-tokenizer is named by a key, and sentencepiece BPE, whose
+merges follow from the tokens' scores ("llama") or are listed ("gemma4").
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ PATTERNS = {
 }
 PATTERNS |= {name: [DIGITS, GPT2] for name in ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")}
 PATTERNS |= {name: [QWEN2] for name in ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez")}
-PATTERNS |= {name: [GPT2] for name in ("gpt-2", "mpt", "olmo", "jais", "phi-2")}
+PATTERNS |= {name: [GPT2] for name in ("gpt-2", "mpt", "olmo", "jais", "phi-2", "exaone4")}
 PATTERNS |= {"tekken": [TEKKEN], "gpt-4o": [O200K]}
 NORMALIZED = {"qwen2", "deepseek-r1-qwen"}  # to Unicode's composed form
 WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # a word that is a token is not merged
 BEGUN = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # texts begin with bos if no key says otherwise
 # Tokens that end an answer though the file may name only one of them as its end.
 END_TOKENS = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "</s>",
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",
+    "</s>",
 }  # fmt: skip
 # In the messages of gpt-oss another token ends an answer, and the end of a message is not one.
 RETURN, CALL, MESSAGE_END = "<|return|>", "<|call|>", "<|end|>"
@@ -82,10 +83,12 @@ class Vocabulary:
         kind = self.get("model")
         if kind == "gpt2":
             parts = self._byte_level()
-        elif kind == "llama":
+        elif kind in ("llama", "gemma4"):
             parts = self._sentencepiece()
         else:
-            raise ModelError(f"the GGUF file's tokenizer {str(kind)[:64]!r} is not supported; gpt2 and llama are")
+            raise ModelError(
+                f"the GGUF file's tokenizer {str(kind)[:64]!r} is not supported; gpt2, llama and gemma4 are"
+            )
         added = [
             {
                 "id": index,
@@ -131,9 +134,7 @@ class Vocabulary:
                 f"the GGUF file's pre-tokenizer {str(name)[:64]!r} is not supported; use the model's safetensors files"
             )
         ids = self._ids()
-        merges = [merge.split(" ") for merge in self._list("merges", str)]
-        if any(len(pair) != 2 or "".join(pair) not in ids or not ids.keys() >= {*pair} for pair in merges):
-            raise ModelError("the GGUF file's tokenizer.ggml.merges names tokens that the vocabulary does not have")
+        merges = self._merges(ids)
         splits = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
             for pattern in patterns
@@ -146,8 +147,16 @@ class Vocabulary:
             "model": {"type": "BPE", "vocab": ids, "merges": merges, "ignore_merges": name in WHOLE_WORDS},
         }
 
-    def _sentencepiece(self) -> dict[str, Any]:
-        ids, scores = self._ids(), self._list("scores", float, len(self.tokens))
+    def _merges(self, ids: Mapping[str, int]) -> list[list[str]]:
+        """Return the merges that the file lists."""
+        merges = [merge.split(" ") for merge in self._list("merges", str)]
+        if any(len(pair) != 2 or "".join(pair) not in ids or not ids.keys() >= {*pair} for pair in merges):
+            raise ModelError("the GGUF file's tokenizer.ggml.merges names tokens that the vocabulary does not have")
+        return merges
+
+    def _merges_by_score(self, ids: Mapping[str, int]) -> list[list[str]]:
+        """Return the merges that follow from the tokens' scores."""
+        scores = self._list("scores", float, len(self.tokens))
         if not scores:
             raise ModelError("the GGUF file's vocabulary has no scores, which the merges follow from")
         ranked = []
@@ -159,6 +168,10 @@ class Vocabulary:
                 if left is not None and right is not None:
                     ranked.append((-scores[index], -cut, left, right))
         ranked.sort()
+        return [[self.tokens[left], self.tokens[right]] for *_, left, right in ranked]
+
+    def _sentencepiece(self) -> dict[str, Any]:
+        ids = self._ids()
         prefix = [{"type": "Prepend", "prepend": SPACE}] if self.get("add_space_prefix") is not False else []
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
         decoder: list[dict[str, Any]] = [
@@ -175,7 +188,7 @@ class Vocabulary:
             "model": {
                 "type": "BPE",
                 "vocab": ids,
-                "merges": [[self.tokens[left], self.tokens[right]] for *_, left, right in ranked],
+                "merges": self._merges(ids) if self.get("model") == "gemma4" else self._merges_by_score(ids),
                 "unk_token": self.token("unknown_token_id"),
                 "fuse_unk": True,
                 "byte_fallback": BYTE in self.types,

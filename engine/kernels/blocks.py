@@ -71,6 +71,11 @@ def in_one_order(parts: Sequence[BlockRows]) -> bool:
     return all(order is not None and torch.equal(first, order) for order in others)
 
 
+def in_one_format(parts: Sequence[BlockRows]) -> bool:
+    """Return whether the parts are packed in one format; types without a kernel become Q8_0."""
+    return len({part.format if part.format in FORMATS else Q8_0 for part in parts}) == 1
+
+
 def in_q8_0(part: BlockRows) -> BlockRows:
     """Return rows of any type of the gguf package, converted to Q8_0. The rounding errors are about 1/250 of a block's
     largest number."""
@@ -95,15 +100,13 @@ def in_blocks(
     activation_bytes: int,
     packing: Packing | None,
 ) -> Packed:
-    """Return a weight in blocks. Parts in types without a kernel, and gate and up in two formats, become Q8_0."""
+    """Return a weight in blocks. Parts in types without a kernel become Q8_0. `gated`: they have one format and order
+    of columns."""
     parts = [part if part.format in FORMATS else in_q8_0(part) for part in parts]
-    mixed = len({part.format for part in parts}) > 1
-    if mixed and gated:
-        parts = [part if part.format == Q8_0 else in_q8_0(part) for part in parts]
-    mixed = mixed or not in_one_order(parts)
     if not all(part.mapped for part in parts):
         packing = None  # now, so that only one converted weight is in memory
-    if mixed and not gated:
+    if not (in_one_format(parts) and in_one_order(parts)):
+        assert not gated
         return in_several_formats(kernels, parts, bias, activation_bytes=activation_bytes, packing=packing)
     return Blocks(kernels, parts, bias, gated=gated, wide=wide, activation_bytes=activation_bytes, packing=packing)
 

@@ -52,14 +52,12 @@ class Decoder:
         self._cap = decoder.scales.cap
         angles = torch.float32 if decoder.wide_angles else dtype
         self.rotaries = [Rotary(rope, spec.serve_len, angles, device) for rope in decoder.ropes]
-        self.inputs = None if decoder.inputs is None else LayerInputs(decoder, decoder.inputs, dtype, device)
+        self.inputs = None if decoder.inputs is None else LayerInputs(spec, decoder, decoder.inputs, device)
         # In order of preference; the last one can compute every step.
         self.executors: list[Executor] = [Eager(self.embedding, self.layers, self.rotaries, self.inputs)]
         self.captured_head: CapturedHead | None = None  # set by a runner with graphs
-        sinks = {layer.index: layer.sinks for layer in self.layers}
-        self.sinks: Mapping[str, Tensor] = {
-            sinks_name(index): found for index, found in sinks.items() if found is not None
-        }
+        sinks = ((sinks_name(layer.index), layer.sinks) for layer in self.layers)
+        self.sinks: Mapping[str, Tensor] = {name: found for name, found in sinks if found is not None}
         self.num_params = self.weights_bytes = self.saved_bytes = 0
         self.weights_hash = ""
 
@@ -155,15 +153,15 @@ class Decoder:
         tables = {self.head: [embedding if self.head is self.embedding else head]}
         if self.spec.quantization == "gguf":  # an embedding stays in its blocks, also beside a head of its own
             tables[self.embedding] = [embedding]
+        if self.inputs is not None:
+            tables |= {linear: [f"{prefix}{name}"] for name, linear in self.inputs.in_files.items()}
         claimed = claim(tables)
         ends = {prefix + name: target for name, target in self._ends().items()}
         if self.head is not self.embedding:
             ends[head] = self.head.weight
         read(ends, claimed)
         ends.clear()
-        self._pack_head(in_file.get(self.head))
-        if self.embedding is not self.head and (in_blocks := in_file.get(self.embedding)) is not None:
-            self.embedding.pack(kernels, in_file=in_blocks)
+        self._pack_ends(in_file)
         if packing is not None and in_file:
             with reported(packing, lambda num_bytes: progress((done + num_bytes) / total)):
                 try:
@@ -188,25 +186,29 @@ class Decoder:
         """Pack weights that have all been read."""
         for layer in self.layers:
             self._pack_layer(layer)
-        self._pack_head()
+        self._pack_ends({})
         self._finish()
 
     def _pack_layer(self, layer: Layer, in_file: Mapping[Linear, InFile] | None = None) -> None:
         bits = layer_bits(self.spec.quantization, layer.index, len(self.layers), self.spec.num_params)
         layer.pack(self.product.kernels, bits, in_file)
 
-    def _pack_head(self, in_file: InFile | None = None) -> None:
+    def _pack_ends(self, in_file: Mapping[Linear, InFile]) -> None:
         # Logits must be float32. A tied head and embedding are stored once, in a form that both can use.
         bits, looked_up = head_bits(self.spec.quantization), self.head is self.embedding
         quantization = None if bits is None else Quantization(bits)
-        self.head.pack(self.product.kernels, wide=True, looked_up=looked_up, quantization=quantization, in_file=in_file)
-        self.norm.pack(self.product.kernels)
+        kernels, of_head = self.product.kernels, in_file.get(self.head)
+        self.head.pack(kernels, wide=True, looked_up=looked_up, quantization=quantization, in_file=of_head)
+        if self.embedding is not self.head and (in_blocks := in_file.get(self.embedding)) is not None:
+            self.embedding.pack(kernels, in_file=in_blocks)
+        self.norm.pack(kernels)
         if self.inputs is not None:
-            self.inputs.pack(self.product.kernels)
+            self.inputs.pack(kernels, in_file)
 
     def _finish(self) -> None:
         """Choose the executors, after everything is packed."""
-        linears = {self.head, *(linear for layer in self.layers for _, linear, *_ in layer.parts())}
+        inputs = [] if self.inputs is None else self.inputs.in_files.values()
+        linears = {self.head, *inputs, *(linear for layer in self.layers for _, linear, *_ in layer.parts())}
         self.saved_bytes = sum(linear.saved_bytes for linear in linears)
         parts = self.spec, self.embedding, self.layers, self.rotaries
         fused = Fused.of(self.product.kernels, *parts)

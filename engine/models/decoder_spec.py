@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from ..quantized.config import Weights
 from .experts import ExpertsSpec
-from .families import BEFORE, PLAIN, NormKind, NormNames
+from .family import BEFORE, PLAIN, NormKind, NormNames
 from .rope import Rope
 
 
@@ -132,11 +132,15 @@ class DecoderSpec:
         and their columns."""
         for index in range(len(self.shapes)):
             yield from self.layer_linears(index)
+            yield from self._small_linears(index)
+        if self.inputs is not None:
+            width = len(self.shapes) * self.inputs.size
+            yield ("model.per_layer_model_projection.weight",), (width,), self.hidden_size
         if not self.tied:
             yield ("lm_head.weight",), (vocab_size,), self.hidden_size
 
     def layer_linears(self, index: int) -> Iterator[Weights]:
-        """Yield the same of one layer."""
+        """Yield the same of one layer, without the small ones that only checkpoints quantize."""
         rows, hidden = self.rows(index), self.hidden_size
         start = f"model.layers.{index}."
         if self.joined == "all":
@@ -148,6 +152,15 @@ class DecoderSpec:
         for gates, down, inner in self._mlps(index):
             yield tuple(f"{start}{name}.weight" for name in gates), (2 * inner // len(gates),) * len(gates), hidden
             yield (f"{start}{down}.weight",), (hidden,), inner
+
+    def _small_linears(self, layer: int) -> Iterator[Weights]:
+        """Yield the linear layers of a layer that `quantization` leaves plain: the router, and those of its input."""
+        start, hidden = f"model.layers.{layer}.", self.hidden_size
+        if (experts := self.experts_of(layer)) is not None:
+            yield (f"{start}{experts.names[0]}.weight",), (experts.count,), hidden
+        if self.inputs is not None:
+            yield (f"{start}per_layer_input_gate.weight",), (self.inputs.size,), hidden
+            yield (f"{start}per_layer_projection.weight",), (hidden,), self.inputs.size
 
     def _mlps(self, layer: int) -> Iterator[tuple[tuple[str, ...], str, int]]:
         """Yield the names of gate and up, that of down, and the intermediate size of a layer's MLP or experts."""
@@ -163,7 +176,7 @@ class DecoderSpec:
             yield experts.shared_names[:2], experts.shared_names[2], experts.shared
 
     def layer_numbers(self, index: int) -> int:
-        """Return the number of a layer's weights that may be quantized."""
+        """Return the number of a layer's weights that `quantization` rounds."""
         return sum(sum(rows) * columns for _, rows, columns in self.layer_linears(index))
 
     def num_params(self, vocab_size: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
-from .families import NormKind
+from .family import NormKind
 from .layers import Clamp, Gated, InFile, Linear, Quantization
 from .norms import make_norm
 from .precision import LayerBits
@@ -40,6 +40,7 @@ class ExpertsSpec:
     shared: int = 0  # intermediate size of the MLP beside the experts; 0: there is none
     shared_names: tuple[str, str, str] = ("", "", "")  # of its gate, up and down in checkpoints
     is_beside: bool = False  # see ExpertKeys
+    scale: float = 1.0  # of what the experts add to the residual stream
 
     def linears(self, expert: int) -> tuple[tuple[str, ...], str]:
         """Return the names of an expert's gate and up, which may be one tensor, and of its down projection."""
@@ -54,7 +55,7 @@ class ExpertsSpec:
 
 
 class Experts:
-    """residual + the sum of weight * expert(x) over a token's experts, + the MLP of all tokens.
+    """residual + the sum of weight * expert(x) over a token's experts, + the MLP of all tokens; both are scaled.
 
     The products are computed for all tokens of an expert at once. Each token's results are then added in the order of
     its weights, in float32, so they do not depend on the other tokens.
@@ -80,6 +81,8 @@ class Experts:
         if spec.shared:
             gate_up = Gated(spec.shared, hidden, False, dtype, device, activation=activation)
             self.shared = gate_up, Linear(hidden, spec.shared, False, dtype, device)
+        for down in (*self.downs, *(self.shared or ())[1:]):
+            down.scale = spec.scale
 
     def __call__(self, x: Tensor, residual: Tensor, routed: Tensor | None = None) -> Tensor:
         """Return [tokens, hidden] for x: [tokens, hidden]; `routed`: what the router sees in place of x."""

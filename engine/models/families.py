@@ -3,143 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from ..types import ModelError
+from .family import AFTER, AROUND, ONCE, ExpertKeys, Family, NormKind, NormNames, ScaleKey, ScaleKeys, Stacking
 from .keys import shown
-
-
-class NormNames(NamedTuple):
-    """The names of a layer's norms in checkpoints: before and after attention, before and after the MLP.
-
-    None: there is no such norm.
-    """
-
-    attention: str | None = "input_layernorm"
-    attention_after: str | None = None
-    mlp: str | None = "post_attention_layernorm"
-    mlp_after: str | None = None
-
-
-class NormKind(NamedTuple):
-    """How a norm differs from x / rms(x), rounded to the model's dtype, times a weight, rounded again."""
-
-    offset: float = 0.0  # added to the weight
-    is_wide: bool = False  # multiplied by the weight in float32, and rounded once
-    is_centered: bool = False  # LayerNorm: the mean is subtracted first
-
-
-class Stacking(NamedTuple):
-    """How the experts of a layer are one tensor in checkpoints: [experts, rows, columns]."""
-
-    transposed: bool = False  # [experts, columns, rows]
-    may_fit: bool = False  # or it is not transposed, as sizes then show: newer versions of transformers write both
-    alternating: bool = False  # rows of gate and up alternate; else those of the gate are first
-
-
-class ExpertKeys(NamedTuple):
-    """The experts of a family: the names of their tensors, and the keys of config.json that describe them."""
-
-    # Of router, gate, up and down, the last three with {} for a number. If gate and up are one tensor, its name is that
-    # of the gate, and up has none.
-    names: tuple[str, str, str, str]
-    stacking: Stacking | None = None  # None: each expert has tensors of its own; else their names have no number
-    inner: str = "moe_intermediate_size"
-    active: str = "num_experts_per_tok"
-    enabled: str = ""  # the key that says whether there are experts; empty: there are
-    is_normalized: bool | None = None  # whether the weights of a token's experts add up to 1; None: norm_topk_prob
-    normalizes: bool = False  # default of norm_topk_prob
-    # Weights are sigmoids times routed_scaling_factor; experts are chosen by them plus a bias, from the topk_group best
-    # of n_group groups. Otherwise weights are a softmax.
-    has_sigmoids: bool = False
-    # Names of gate, up and down of the n_shared_experts experts of all tokens, which are one MLP.
-    shared: tuple[str, str, str] | None = None
-    first_dense: int = 0  # default of first_k_dense_replace: layers that have an MLP instead
-    has_bias: bool = False  # of router and experts
-    clamp: bool = False  # the gates are those of swiglu_limit and swiglu_alpha, see layers.Clamp
-    is_beside: bool = False  # layers have experts and an MLP, each with norms of its own, see experts.Beside
-
-
-class ScaleKey(NamedTuple):
-    """A key of config.json whose value, raised to a power, is a scale."""
-
-    name: str  # empty: the scale is the default
-    default: float
-    power: float = 1.0
-
-
-class ScaleKeys(NamedTuple):
-    """The keys of a family's scales, see decoder_spec.Scales; None: the scale is 1, that of scores head_dim ** -0.5."""
-
-    scores: ScaleKey | None = None
-    embedding: ScaleKey | None = None
-    residual: ScaleKey | None = None
-    logits: ScaleKey | None = None
-
-
-BEFORE = NormNames()
-AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-ONCE = NormNames(mlp=None)
-AROUND = NormNames(
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)
-PLAIN = NormKind()
-UNSCALED = ScaleKeys()
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How an architecture of the native decoder differs from Llama, and the defaults of its config.json."""
-
-    qkv_bias: bool | None = None  # None: the key attention_bias decides
-    attention_bias: bool = False  # default of that key
-    output_bias: bool | None = None
-    qk_norm: Literal["", "head", "all"] = ""  # of each head of queries and keys, or of all heads together
-    may_norm_qk: bool = False  # there are these norms if use_qk_norm says so
-    norms_values: bool = False  # each head of values is divided by its root mean square
-    mlp_bias: bool = False  # whether the key mlp_bias is read
-    head_dim: int | None = None  # None: hidden_size / heads
-    kv_heads: int | None = None  # None: as many as heads
-    max_positions: int = 2048
-    window: int | None = None  # default of sliding_window, on every layer; 0: none, None: the key is not read
-    layer_windows: bool = False  # use_sliding_window, max_window_layers and layer_types are read
-    norm_eps: float = 1e-6
-    eps_key: str = "rms_norm_eps"
-    # What is one tensor in checkpoints: gate and up; or gate and up, and Q, K and V.
-    joined: Literal["", "gate_up", "all"] = ""
-    experts: ExpertKeys | None = None
-    tied: bool = False  # default of tie_word_embeddings
-    theta: float = 10000.0  # default of rope_theta
-    # Which layers have a rotary embedding: all, those of no_rope_layers or no_rope_layer_interval, or those with a
-    # window.
-    rotating: Literal["all", "listed", "windowed"] = "all"
-    is_interleaved: bool = False  # number 2i of a head is rotated with 2i + 1, not with i + head_dim / 2
-    rotates_wide: bool = False  # in float32, rounded once
-    # Queries are multiplied by 1 + beta * log(1 + floor(position / n)), for llama_4_scaling_beta and
-    # original_max_position_embeddings of the rotary parameters.
-    scales_queries: bool = False
-    scaling: tuple[tuple[str, Any], ...] = ()  # default of rope_parameters, those of layers without a window
-    has_sinks: bool = False  # attention has a score for each head in the softmax that has no value
-    wide_angles: bool = False  # cosines and sines in float32, so that a rotation is rounded once
-    norms: NormNames = BEFORE
-    norm: NormKind = PLAIN
-    is_parallel: bool = False  # the MLP's input is that of attention
-    layers_differ: bool = False  # the keys that layer_kinds.shapes reads are read; the last layer has no window
-    has_layer_inputs: bool = False  # see layer_inputs.py; the keys of its sizes are read
-    scales_layers: bool = False  # the result of each layer is multiplied by a weight of the checkpoint
-    # layer_types is read, or else every n-th layer has no window: n is sliding_window_pattern, with this default.
-    window_step: int | None = None
-    # Layers with a window have a rotary embedding of their own: key of its base, if there is one, and default.
-    local_rope: tuple[str, float] | None = None
-    # Default of partial_rotary_factor, the part of each head that is rotated; None: it must be 1.
-    rotated_part: float | None = None
-    scales: ScaleKeys = UNSCALED
-    scales_by_size: bool = False  # embeddings are multiplied by sqrt(hidden_size), rounded to the model's dtype
-    activation: tuple[str, str] = ("hidden_act", "silu")  # key and default
-    # Defaults of attn_logit_softcapping and final_logit_softcapping; None: they are not read.
-    caps: tuple[float | None, float | None] | None = None
-
 
 FAMILIES = {
     "LlamaForCausalLM": Family(mlp_bias=True),
@@ -196,6 +65,17 @@ FAMILIES = {
         window_step=4,
         theta=500_000.0,
         local_rope=("rope_theta", 500_000.0),
+    ),
+    "Exaone4ForCausalLM": Family(
+        qkv_bias=False,
+        output_bias=False,
+        kv_heads=32,
+        norm_eps=1e-5,
+        qk_norm="head",
+        norms=AFTER,
+        window=4096,
+        window_step=4,
+        rotating="windowed_or_all",
     ),
     "GraniteForCausalLM": Family(
         mlp_bias=True,
@@ -398,6 +278,23 @@ FAMILIES["GptOssGguf"] = replace(
         clamp=True,
     ),
 )
+FAMILIES["GraniteMoeForCausalLM"] = replace(
+    FAMILIES["GraniteForCausalLM"],
+    mlp_bias=False,
+    experts=ExpertKeys(
+        (
+            "block_sparse_moe.router.layer",
+            "block_sparse_moe.{}.input_linear",
+            "",
+            "block_sparse_moe.{}.output_linear",
+        ),
+        stacking=Stacking(),
+        inner="intermediate_size",
+        is_normalized=True,
+    ),
+)
+# Granite MoE in GGUF files, which have the tensors of Mixtral.
+FAMILIES["GraniteMoeGguf"] = replace(FAMILIES["GraniteMoeForCausalLM"], experts=FAMILIES["MixtralForCausalLM"].experts)
 MODEL_TYPES = {  # for a config.json without `architectures`
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -408,7 +305,9 @@ MODEL_TYPES = {  # for a config.json without `architectures`
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",

@@ -9,7 +9,7 @@ import torch
 
 from ..config import EngineConfig
 from ..kernels.library import Choice, choose
-from ..quantized.config import count_blocks, in_blocks_together, parse
+from ..quantized.config import count_blocks, parse
 from ..types import ConfigError
 from . import gpu_weights
 from .gpu_weights import Form, is_gpu
@@ -71,8 +71,8 @@ def _fit_gpu(spec: ModelSpec, device: torch.device, checkpoint: Checkpoint | Non
     linears = list(spec.decoder.linears(spec.vocab_size))
     coded: list[tuple[Form, int, int]] = []
     for names, rows, columns in linears:
-        if in_blocks_together([name(weight, columns) for weight in names]):
-            forms = [form(weight, columns) for weight in names]
+        forms = [form(weight, columns) for weight in names]
+        if None not in forms:
             coded += [(each, count, columns) for each, count in zip(forms, rows, strict=True) if each is not None]
     if not coded:
         return _dequantized(spec)

@@ -16,19 +16,26 @@ from ..kernels.structures import Gate
 from .decoder_spec import DecoderSpec, InputsSpec
 from .layers import ACTIVATIONS, GATES, InFile, Linear, gated
 from .norms import make_norm
+from .spec import ModelSpec
 
 
 class LayerInputs:
     """Computes the inputs of all layers, before the first."""
 
-    def __init__(self, spec: DecoderSpec, inputs: InputsSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: ModelSpec, spec: DecoderSpec, inputs: InputsSpec, device: torch.device) -> None:
         self.size, self.num_layers = inputs.size, len(spec.shapes)
-        width = self.num_layers * inputs.size
+        width, dtype = self.num_layers * inputs.size, model.dtype
         self.table = Linear(inputs.vocab_size, width, False, dtype, device)
         self.table.row_scale = torch.tensor(inputs.size**0.5, dtype=dtype).item()
         self.projection = Linear(width, spec.hidden_size, False, dtype, device)
         self.projection.scale = spec.hidden_size**-0.5
         self.norm = make_norm(inputs.size, spec.norm_eps, dtype, device, spec.norm)
+        # Checkpoint name -> a weight that stays as it is stored, if it is in blocks.
+        self.in_files = {"per_layer_model_projection.weight": self.projection}
+        if model.quantization == "gguf":
+            self.in_files["embed_tokens_per_layer.weight"] = self.table
+            if model.on_gpu:
+                self.table.defer()
 
     def __call__(self, ids: Tensor, embeddings: Tensor) -> Tensor:
         """Return [layers, tokens, size] for ids: [tokens] int64, and their embeddings: [tokens, hidden_size]."""
@@ -44,9 +51,11 @@ class LayerInputs:
             "per_layer_projection_norm.weight": self.norm.weight,
         }
 
-    def pack(self, kernels: Kernels | None) -> None:
-        """Pack the weights, after they have been read. The table, of which a token needs one row, stays as it is."""
-        self.projection.pack(kernels)
+    def pack(self, kernels: Kernels | None, in_file: Mapping[Linear, InFile]) -> None:
+        """Pack the weights, see Layer.pack. A plain table, of which a token needs one row, stays as it is."""
+        self.projection.pack(kernels, in_file=in_file.get(self.projection))
+        if (in_blocks := in_file.get(self.table)) is not None:
+            self.table.pack(kernels, in_file=in_blocks)
         self.norm.pack(kernels)
 
 

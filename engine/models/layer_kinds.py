@@ -12,7 +12,7 @@ import torch
 from ..types import ModelError
 from .decoder_spec import InputsSpec, LayerShape, Scales
 from .experts import ExpertsSpec, Sigmoids
-from .families import ExpertKeys, Family, ScaleKey
+from .family import Family, ScaleKey
 from .keys import MAX_EXPERTS, MAX_HEADS, MAX_SIZE, count_of, number, shown, whole
 from .layers import ACTIVATIONS, Clamp
 from .rope import SCALINGS, Rope, read_rope, rope_parameters
@@ -197,7 +197,8 @@ def ropes(
         rope = read_rope(source, head_dim, positions, theta=family.theta)
         if family.scales_queries:
             rope = _with_scaled_queries(source, rope)
-        if family.rotating == "windowed":
+        has_windows = source.get("sliding_window", family.window) is not None
+        if family.rotating == "windowed" or (family.rotating == "windowed_or_all" and has_windows):
             rotates = [window is not None for window in windows]
         return (rope,), tuple(0 if turns else -1 for turns in rotates)
     everywhere, windowed = _by_layer(source)
@@ -257,8 +258,11 @@ def _positive(source: Mapping[str, Any], key: str, default: float) -> float:
     return value
 
 
-def experts(source: Mapping[str, Any], keys: ExpertKeys, num_layers: int) -> ExpertsSpec | None:
-    """Return the shape of the experts of a family with these keys; None: there are none."""
+def experts(source: Mapping[str, Any], family: Family, num_layers: int) -> ExpertsSpec | None:
+    """Return the shape of a family's experts; None: there are none."""
+    keys = family.experts
+    if keys is None:
+        return None
     if keys.enabled and not source.get(keys.enabled, False):
         return None
     given = next((key for key in ("num_experts", "n_routed_experts") if key in source), "num_local_experts")
@@ -288,6 +292,7 @@ def experts(source: Mapping[str, Any], keys: ExpertKeys, num_layers: int) -> Exp
         has_bias=keys.has_bias,
         clamp=_clamp(source) if keys.clamp else None,
         is_beside=keys.is_beside,
+        scale=_scale(source, family.scales.residual, 1.0),
         sigmoids=_sigmoids(source, count, active) if keys.has_sigmoids else None,
         shared=inner * count_of(source, "n_shared_experts", 1, maximum=MAX_SIZE // inner) if keys.shared else 0,
         shared_names=keys.shared or ("", "", ""),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.blocks import in_blocks, in_one_order
+from ..kernels.blocks import in_blocks, in_one_format, in_one_order
 from ..kernels.library import Kernels
 from ..kernels.matmul import (
     BlockRows,
@@ -328,7 +328,8 @@ class Gated(Linear):
         gated: bool = False,
     ) -> None:
         blocks = [] if source is None else source.blocks
-        self._fused, self._kernels = gated or not blocks or in_one_order(blocks), kernels
+        self._fused = gated or not blocks or (in_one_format(blocks) and in_one_order(blocks))
+        self._kernels = kernels
         super()._pack(kernels, quantization, source, wide=wide, gated=self._fused)
 
     def multiplied(self) -> Multiplied | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
-from .families import PLAIN, NormKind
+from .family import PLAIN, NormKind
 
 
 class RMSNorm:

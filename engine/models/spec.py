@@ -14,7 +14,7 @@ from ..cache_groups import CacheGroups
 from ..config import EngineConfig
 from ..files import read_json
 from ..gguf import folder as gguf
-from ..gguf.forms import FORMS
+from ..gguf.forms import FORMS, stored_type
 from ..kernels.blocks import FORMATS, blocks_bytes
 from ..kernels.matmul import quantized_bytes
 from ..quantized.config import TypeOf, count_blocks, parse
@@ -82,6 +82,17 @@ class ModelSpec:
             for rows, columns, bits in self.rounded
         )
         return plain - sum(saved)
+
+    @property
+    def looked_up_bytes(self) -> int:
+        """The size of the weights of which a token needs one row: tables of embeddings that are not the head's."""
+        if self.quantization == "gguf":
+            numbers = self.source["quantization_config"]["looked_up"].items()
+            types = ((stored_type(kind) if self.on_gpu else kind, count) for kind, count in numbers)
+            return sum(blocks_bytes(kind, count, self.dtype) for kind, count in types)
+        assert self.decoder is not None
+        table = 0 if self.decoder.tied else self.vocab_size * self.decoder.hidden_size
+        return (self.decoder.looked_up + table) * self.dtype.itemsize
 
     @property
     def rounded(self) -> list[tuple[int, int, int]]:
@@ -258,7 +269,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         joined=family.joined,
         has_sinks=family.has_sinks,
         unused_layers=count_of(source, "num_nextn_predict_layers", 0, maximum=MAX_LAYERS),
-        experts=None if family.experts is None else layer_kinds.experts(source, family.experts, num_layers),
+        experts=layer_kinds.experts(source, family, num_layers),
     )
     vocab_size = whole(source, "vocab_size", maximum=MAX_SIZE)
     num_params = decoder.num_params(vocab_size)

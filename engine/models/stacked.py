@@ -12,12 +12,18 @@ from torch import Tensor
 
 from ..kernels.matmul import Sources
 from ..types import ModelError
-from .families import ExpertKeys
+from .family import ExpertKeys
 from .keys import MAX_EXPERTS
 from .weights import Checkpoint, Entry, read_into
 
 # How the name of a tensor of all experts ends -> the dimensions it has, and how the name of an expert's own ends.
-ENDS = {"": (3, "weight"), "_bias": (2, "bias"), "_blocks": (4, "blocks"), "_scales": (3, "scales")}
+ENDS = {
+    "": (3, "weight"),
+    ".weight": (3, "weight"),
+    "_bias": (2, "bias"),
+    "_blocks": (4, "blocks"),
+    "_scales": (3, "scales"),
+}
 MAX_TENSORS = 8 * MAX_EXPERTS  # of all experts
 
 
@@ -39,7 +45,7 @@ class StackedCheckpoint(Checkpoint):
         gate, *others = (name.partition(".{}.") for name in keys.names[1:] if name)
         self._joined = gate[2]  # the last part of the names of gate and up
         lasts = "|".join(re.escape(name[2]) for name in (gate, *others))
-        pattern = re.compile(rf"(.*{re.escape(gate[0])})\.({lasts})({'|'.join(ENDS)})")
+        pattern = re.compile(rf"(.*{re.escape(gate[0])})\.({lasts})({'|'.join(map(re.escape, ENDS))})")
         for name, entry in list(self.entries.items()):
             if (found := pattern.fullmatch(name)) and len(entry.shape) == ENDS[found[3]][0] and entry.shape[0]:
                 if len(self.entries) + entry.shape[0] > MAX_TENSORS:

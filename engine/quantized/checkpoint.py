@@ -15,7 +15,7 @@ from ..models.gpu_weights import FLOAT8_NAN, CodedPiece, CodedRows, Form
 from ..models.weights import Checkpoint, Entry
 from ..types import ModelError
 from .blocks import NUMBERS, write_blocks
-from .config import BLOCK, Quantization, Scheme, in_blocks_together
+from .config import BLOCK, Quantization, Scheme
 from .forms import form_of
 from .layouts import INTEGERS, LAYOUTS, Layout, Tensors, count
 
@@ -98,7 +98,7 @@ class QuantizedCheckpoint(Checkpoint):
         if not weights:
             return self._files.stored(names, dtype)
         kinds = [weight.scheme.blocks_type(weight.shape[1]) for weight in weights]
-        if len(weights) < len(names) or not in_blocks_together(kinds):
+        if len(weights) < len(names) or None in kinds:
             return []
         return [
             Converted(partial(self._blocks, weight, kind, dtype), self._num_bytes(weight.name))
@@ -109,7 +109,7 @@ class QuantizedCheckpoint(Checkpoint):
     def coded(self, names: Sequence[str]) -> list[CodedRows]:
         weights = [self._weights[name] for name in names if name in self._weights]
         forms = [form_of(weight.scheme, weight.shape[1]) for weight in weights]
-        if len(weights) < len(names) or not in_blocks_together([form.name if form else None for form in forms]):
+        if len(weights) < len(names) or None in forms:
             return []
         return [
             CodedRows(form, weight.shape, partial(self._code, weight, form), self._num_bytes(weight.name))

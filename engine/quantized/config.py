@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,18 +94,13 @@ def count_blocks(
     dequantized = 0
     for names, rows, columns in linears:
         kinds = [type_of(name, columns) for name in names]
-        if not in_blocks_together(kinds):
+        if None in kinds:
             dequantized += sum(count for name, count in zip(names, rows, strict=True) if scheme(name)) * columns
             continue
         for kind, count in zip(kinds, rows, strict=True):
             assert kind is not None
             in_blocks[kind] += count * columns
     return dict(in_blocks), dequantized
-
-
-def in_blocks_together(kinds: Sequence[str | None]) -> bool:
-    """Return whether the weights of a linear layer can be in blocks of these types. Gate and up need one type."""
-    return None not in kinds and (len(kinds) != 2 or kinds[0] == kinds[1])
 
 
 # -- methods ----------------------------------------------------------------------------------------------------------

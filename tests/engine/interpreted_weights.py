@@ -29,15 +29,16 @@ from engine.models.decoder_layer import Layer
 from engine.models.gpu_weights import MOST_ROWS, ROUNDED, Form, GPUProduct, GPUWeight, random_weight, relative
 from engine.models.on_gpu import OnGPU
 from engine.models.rounding import TOPS, rounded
-from tests.engine import test_gguf
+from tests.engine import test_gguf, test_gguf_architectures
 from tests.engine.interpreter import hasten
 from tests.engine.test_attention import CPU
 from tests.engine.test_kernels_quantized import heavy, in_groups
 from tests.engine.test_kernels_quantized import rounded as rounded_to_8
 from tests.engine.test_models import Bench, prompt, whole
+from tests.engine.test_planned_weights import plant_two_types
 from tests.engine.test_quantization import quantized_weights
 from tests.engine.test_quantized import KINDS, error
-from tests.models import load_model, make
+from tests.models import MODELS, load_model, make
 from tests.quantized import write
 
 hasten()
@@ -397,6 +398,16 @@ def test_parts_of_one_weight_are_read_into_one_if_they_share_form_and_order(tmp_
     assert counts == {"gptq-4-order": [1, 1], "gptq-4-zeros-order": [3, 2], "fp8-tensor": [1, 1]}
 
 
+@pytest.mark.usefixtures("untried")
+def test_gate_and_up_may_be_stored_in_two_forms(tmp_path):
+    plant_two_types(tmp_path, "LlamaForCausalLM", "up_proj")
+    model = load(tmp_path)
+    assert model.spec.dequantized == 0 and len(model.layers[0].gate_up._packed._weights) == 2
+    on_cpu = load_model(EngineConfig(model=str(tmp_path), dtype="float32"), tmp_path)
+    got, want = (Bench(each).step({0: prompt(12, seed=1)})[0] for each in (model, on_cpu))
+    assert relative(got, want) < 1e-3
+
+
 def test_without_kernels_that_work_a_checkpoint_is_dequantized_and_the_banner_says_why(tmp_path, monkeypatch):
     write(tmp_path, KINDS["fp8-block"])
     monkeypatch.setattr(gpu_weights, "objection", lambda *_: "no compiler")
@@ -469,6 +480,21 @@ def test_gguf_files_are_computed_with_in_q4_0_and_q8_0(tmp_path, kind, architect
         linears = {model.embedding, model.head, *(linear for layer in model.layers for linear in layer.linears)}
         packed = sum(linear._packed.num_bytes for linear in linears)
         assert packed <= model.weights_bytes <= packed * 1.02
+
+
+@pytest.mark.usefixtures("cache", "untried")
+def test_the_table_of_the_layers_own_inputs_is_looked_up_in_its_form(tmp_path, monkeypatch):
+    kind, sizes = MODELS["gemma4_text-small"]
+    monkeypatch.setitem(MODELS, "gemma4_text-small", (kind, sizes | {"hidden_size_per_layer_input": 32}))
+    written = make("gemma4_text-small", tmp_path / "model", dtype=torch.float32)
+    path = test_gguf_architectures.write(written, tmp_path / "model.gguf", "gemma4_text-small", Type.Q8_0)
+    model = load(fetch(str(path), weights=True).path)
+    assert model.inputs is not None and not model.inputs.table.weight.numel()
+    planned = plan.plan(EngineConfig(model=str(path), cpu_isa="torch", dtype="float32"))
+    assert planned["weights_bytes"] == model.weights_bytes
+    ids = prompt(12, seed=1)
+    got, want = Bench(model).step({0: ids})[0], Bench(load(written)).step({0: ids})[0]
+    assert relative(got, want) < 0.1
 
 
 CONVERTED = "weights in {} are converted to Q8_0, which needs more memory than the file"

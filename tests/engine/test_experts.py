@@ -75,7 +75,7 @@ def test_a_token_that_is_no_number_spoils_no_other():
     assert torch.equal(beside[[0, 1, 3, 4]], alone[[0, 1, 3, 4]])
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe-groups"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe-groups", "granitemoe"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_experts_are_quantized_and_the_router_is_not(tmp_path, name, quantization):
     if choose("auto", CPU, torch.float32).kernels is None:
@@ -145,7 +145,7 @@ def test_sliding_windows_of_qwen3_moe_are_left_to_transformers():
 
 def test_every_family_with_experts_names_their_four_tensors():
     named = [family.experts.names for family in FAMILIES.values() if family.experts]
-    assert len(named) == 8
+    assert len(named) == 10
     for router, gate, up, down in named:
         assert "{}" not in router and all(name.count("{}") == 1 for name in (gate, down, up or gate))
 

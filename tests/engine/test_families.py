@@ -25,6 +25,7 @@ from tests.models import BASE, MODELS, load_model, make, oracle
 EXECUTORS = {
     "smollm3": Fused,
     "olmo2": Eager,
+    "exaone4": Eager,
     "olmo3-yarn": Eager,
     "granite-bias": Fused,
     "gemma2": Eager,
@@ -81,6 +82,26 @@ def test_bfloat16_is_rounded_as_in_transformers(tmp_path, name, isa):
         ours, theirs = ours + (found - want).norm().item(), theirs + (rounded - want).norm().item()
         total += want.norm().item()
     assert ours < 1.1 * theirs
+
+
+# -- EXAONE 4 and Granite MoE -----------------------------------------------------------------------------------------
+
+
+def test_only_layers_of_exaone_4_with_a_window_are_rotated_unless_none_has_one():
+    spec = spec_of("exaone4", num_hidden_layers=8)
+    assert spec is not None and spec.decoder is not None and windows(spec) == [4096, 4096, 4096, None] * 2
+    spec = spec_of("exaone4", num_hidden_layers=8, sliding_window=9)
+    assert spec is not None and spec.decoder is not None and windows(spec) == [9, 9, 9, None] * 2
+    assert spec.decoder.turns == (0, 0, 0, -1) * 2
+    listed = spec_of("exaone4", sliding_window=9, layer_types=["full_attention"] * 3)
+    assert listed is not None and listed.decoder is not None and listed.decoder.turns == (-1, -1, -1)
+    whole_ = spec_of("exaone4", sliding_window=None, layer_types=["full_attention"] * 3)
+    assert whole_ is not None and whole_.decoder is not None and whole_.decoder.turns == (0, 0, 0)
+
+
+def test_what_experts_of_granite_add_is_scaled(tmp_path):
+    model = load(make("granitemoe", tmp_path), cpu_isa="torch")
+    assert {down.scale for layer in model.layers if layer.experts is not None for down in layer.experts.downs} == {0.22}
 
 
 # -- SmolLM3 ----------------------------------------------------------------------------------------------------------

@@ -13,15 +13,17 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from engine import EngineConfig, ModelError
+from engine import EngineConfig, ModelError, plan, roofline
 from engine.gguf.folder import folder_of
 from engine.hub import fetch
+from engine.kernels.blocks import Blocks
 from engine.models.decoder import Decoder
 from tests.engine.test_exact import serve
 from tests.engine.test_gguf import WORDS, cache  # noqa: F401  # a fixture
 from tests.engine.test_kernels import needs_library
 from tests.engine.test_models import Bench, oracle, whole
-from tests.models import FLOAT32_ONLY, MAX_LEN, config, load_model, make, prompt
+from tests.engine.test_planned_weights import held, size
+from tests.models import FLOAT32_ONLY, MAX_LEN, MODELS, config, load_model, make, prompt
 
 # The models of tests/models.py, and their architecture in GGUF files.
 ARCHITECTURES = {
@@ -43,8 +45,27 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "glm4_moe": "glm4moe",
     "glm4_moe-groups": "glm4moe",
+    "glm4": "glm4",
+    "glm4-whole": "glm4",
+    "ministral3": "mistral3",
+    "mistral-full": "mistral3",
+    "cohere2": "cohere2",
+    "exaone4": "exaone4",
+    "exaone4-full": "exaone4",
+    "granitemoe": "granitemoe",
+    "gemma4_text": "gemma4",
+    "gemma4_text-small": "gemma4",
+    "gemma4_text-experts": "gemma4",
+    "gemma4_unified_text": "gemma4",
 }
-INTERLEAVED = {"llama", "smollm3", "granite"}
+INTERLEAVED = {"llama", "smollm3", "granite", "granitemoe", "mistral3"}
+OWN_NAMES = {  # which the gguf package does not map
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+\.(?:weight|bias))")
 
 
@@ -57,14 +78,15 @@ def settings_of(model: Any) -> dict[str, Any]:
         "feed_forward_length": model.intermediate_size,
         "head_count": model.num_attention_heads,
         "head_count_kv": model.num_key_value_heads,
-        "layer_norm_rms_eps": model.rms_norm_eps,
+        "layer_norm_rms_eps": getattr(model, "rms_norm_eps", None),
+        "layer_norm_eps": getattr(model, "layer_norm_eps", None),
         "key_length": getattr(model, "head_dim", None),
         "value_length": getattr(model, "head_dim", None),
         "sliding_window": getattr(model, "sliding_window", None),
         "attention_scale": getattr(model, "attention_multiplier", None),
         "embedding_scale": getattr(model, "embedding_multiplier", None),
         "residual_scale": getattr(model, "residual_multiplier", None),
-        "logit_scale": getattr(model, "logits_scaling", None),
+        "logit_scale": getattr(model, "logits_scaling", None) or getattr(model, "logit_scale", None),
         "attn_logit_softcapping": getattr(model, "attn_logit_softcapping", None),
         "final_logit_softcapping": getattr(model, "final_logit_softcapping", None),
         "expert_count": getattr(model, "num_local_experts", None) or getattr(model, "num_experts", None),
@@ -90,9 +112,49 @@ def settings_of(model: Any) -> dict[str, Any]:
             "rope_scaling_factor": model.rope_parameters["factor"],
             "rope_scaling_orig_ctx_len": model.rope_parameters["original_max_position_embeddings"],
         }
-    if model.model_type == "olmo3":
+    if model.model_type == "glm4":
+        found["rope_dimension_count"] = int(model.head_dim * model.rope_parameters["partial_rotary_factor"])
+    if model.model_type == "ministral3":
+        found |= {
+            "rope_scaling_type": gguf.RopeScalingType.YARN,
+            "rope_scaling_factor": model.rope_parameters["factor"],
+            "rope_scaling_orig_ctx_len": model.rope_parameters["original_max_position_embeddings"],
+            "rope_scaling_yarn_log_mul": model.rope_parameters["mscale_all_dim"],
+            "attn_temperature_scale": model.rope_parameters["llama_4_scaling_beta"],
+        }
+    if model.model_type == "cohere2":
+        found["rope_scaling_type"] = gguf.RopeScalingType.NONE
+    if model.model_type.startswith("gemma4"):
+        found |= of_gemma4(model)
+    if model.model_type == "olmo3" or (model.model_type == "exaone4" and model.sliding_window):
         found["sliding_window_pattern"] = [kind == "sliding_attention" for kind in model.layer_types]
     return {key: value for key, value in found.items() if value is not None}
+
+
+def of_gemma4(model: Any) -> dict[str, Any]:
+    """Return the same of a Gemma 4, with a value for each layer where layers differ."""
+    windowed, layers = [kind == "sliding_attention" for kind in model.layer_types], range(model.num_hidden_layers)
+    sizes = {int(layer): each for layer, each in model.to_dict()["per_layer_config"].items()}
+    shared = getattr(model, "num_kv_shared_layers", 0)
+    doubled = [layer >= len(layers) - shared and model.use_double_wide_mlp for layer in layers]
+    wide = next(each["head_dim"] for each in sizes.values())
+    return {
+        "key_length": wide,
+        "value_length": wide,
+        "key_length_swa": model.head_dim,
+        "value_length_swa": model.head_dim,
+        "rope_dimension_count": wide,
+        "rope_dimension_count_swa": model.head_dim,
+        "rope_freq_base_swa": model.rope_parameters["sliding_attention"]["rope_theta"],
+        "sliding_window_pattern": windowed,
+        "shared_kv_layers": shared,
+        "embedding_length_per_layer_input": getattr(model, "hidden_size_per_layer_input", 0),
+        "head_count_kv": [
+            sizes.get(layer, {}).get("num_key_value_heads", model.num_key_value_heads) for layer in layers
+        ],
+        "feed_forward_length": [(1 + each) * model.intermediate_size for each in doubled],
+        "expert_used_count": getattr(model, "top_k_experts", None),
+    }
 
 
 def write(
@@ -102,15 +164,20 @@ def write(
     kind: Type = Type.F32,
     *,
     tensors: dict[str, tuple[int, ...]] | None = None,
+    architecture: str = "",
     **changed: Any,
 ) -> Path:
-    """Convert the model of a folder as llama.cpp does. `tensors`: names and shapes of more tensors."""
+    """Convert the model of a folder as llama.cpp does. `tensors`: names and shapes of more tensors; `architecture`:
+    another name of it."""
     from transformers import AutoModelForCausalLM
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    architecture, model = ARCHITECTURES[name], config(name)
+    architecture, model = architecture or ARCHITECTURES[name], config(name)
+    model.allow_global_per_layer_attribute_access = True  # of a Gemma 4, whose layers differ
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {**settings_of(model), **changed}.items():
-        getattr(writer, f"add_{key}")(value)
+        if value is not None:
+            getattr(writer, f"add_{key}")(value)
     rope = model.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope).get("rope_theta", 10000.0))
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
@@ -120,6 +187,14 @@ def write(
             writer.add_rope_scaling_orig_ctx_len(model.original_max_position_embeddings)
             for length in ("long", "short"):
                 writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
+    if rope.get("rope_type") == "llama3":
+        plain = rope["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model)
+        writer.add_tensor("rope_freqs.weight", (1 / (plain * scaled)).float().numpy())
+    if architecture == "gemma4":
+        factors = np.full(settings_of(model)["key_length"] // 2, 1e30, np.float32)
+        factors[: int(len(factors) * rope["full_attention"]["partial_rotary_factor"])] = 1
+        writer.add_tensor("rope_freqs.weight", factors)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(WORDS)
@@ -131,22 +206,27 @@ def write(
     for own, numbers in AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict().items():
         if own == "lm_head.weight" and model.tie_word_embeddings:
             continue
-        for part_name, plain in parts(own, numbers, alternating=model.model_type == "gpt_oss"):
+        ending = next((ending for ending in OWN_NAMES if own.endswith(ending)), None)
+        if architecture == "gemma4" and ending is not None:
+            add(writer, f"blk.{own.split('.')[2]}.{OWN_NAMES[ending]}", numbers.numpy(), kind)
+            continue
+        mapped = own.replace("block_sparse_moe", "mlp")
+        for part_name, plain in parts(mapped, numbers, alternating=model.model_type == "gpt_oss"):
             part = plain
             found = EXPERT.fullmatch(part_name)
             if found is not None:
                 experts.setdefault(f"{found[1]}.{found[3]}", []).append(part.numpy())
                 continue
-            if architecture in INTERLEAVED and part_name.endswith(("q_proj.weight", "k_proj.weight")):
+            if architecture in INTERLEAVED and re.search(r"\.[qk]_proj\.", part_name):
                 part = part.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-            if architecture.startswith("gemma") and part_name.endswith("norm.weight"):
+            if architecture in ("gemma2", "gemma3") and part_name.endswith("norm.weight"):
                 part = part + 1
             named = names.get_name(part_name.replace("_correction_bias", "_correction.bias"), (".weight", ".bias"))
             add(writer, f"{named}.weight" if own.endswith("sinks") else named, part.numpy(), kind)
     for own, each in experts.items():
         add(writer, names.get_name(own, (".weight", ".bias")), np.stack(each), kind)
     for own, shape in (tensors or {}).items():
-        add(writer, own, np.zeros(shape), Type.F32)
+        add(writer, own, np.zeros(shape, np.float32), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -183,7 +263,7 @@ def add(writer: gguf.GGUFWriter, name: str, numbers: np.ndarray, kind: Type) -> 
 
 def made(name: str, folder: Path) -> Path:
     make(name, folder, dtype=torch.float32)
-    if name.startswith("gemma"):  # files do not have this value, which is the size of a head
+    if name.startswith(("gemma2", "gemma3")):  # files do not have this value, which is the size of a head
         source = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(source | {"query_pre_attn_scalar": source["head_dim"]}))
     return folder
@@ -213,6 +293,7 @@ def test_logits_are_those_of_the_model_that_was_converted(tmp_path, name):
         ("phi3", Type.Q8_0),
         ("gemma3_text", Type.Q8_0),
         ("olmo2", Type.Q8_0),
+        ("gemma4_text-small", Type.Q8_0),
     ],
 )
 async def test_blocks_are_computed_with_and_have_the_same_bits_alone_and_together(tmp_path, name, kind):
@@ -222,6 +303,70 @@ async def test_blocks_are_computed_with_and_have_the_same_bits_alone_and_togethe
     assert exact and len(alone) == 8
     found, *_ = await serve(EngineConfig(**base, max_batched_tokens=9, threads=2), together=True)
     assert found == alone
+
+
+@needs_library
+def test_the_table_of_the_layers_own_inputs_stays_in_its_blocks(tmp_path, monkeypatch):
+    kind, sizes = MODELS["gemma4_text-small"]
+    monkeypatch.setitem(MODELS, "gemma4_text-small", (kind, sizes | {"hidden_size_per_layer_input": 32}))
+    folder = made("gemma4_text-small", tmp_path / "model")
+    # Published files have keys and values of layers that share those of another.
+    unused = {f"blk.{layer}.{name}.weight": (32, 64) for layer in (3, 4, 5) for name in ("attn_k", "attn_v")}
+    path = write(folder, tmp_path / "model.gguf", "gemma4_text-small", Type.Q8_0, tensors=unused)
+    model = load_model(EngineConfig(model=str(path)), fetch(str(path), weights=True).path)
+    assert isinstance(model, Decoder) and model.inputs is not None
+    table, projection = model.inputs.table._packed, model.inputs.projection._packed
+    assert isinstance(table, Blocks) and isinstance(projection, Blocks)
+    found = plan.plan(EngineConfig(model=str(path), device="cpu", num_blocks=16))
+    assert found["weights_bytes"] == model.weights_bytes == held(model)
+    bound = roofline.shape(model.spec)
+    assert bound is not None and bound.weights_bytes == model.weights_bytes - size(table)[0]
+    ids = prompt(40, seed=1)
+    want, got = whole(oracle(folder, torch.float64), ids), Bench(model).step({0: ids})[0]
+    assert (got.double() - want).norm() < 0.1 * want.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("gemma4_text", {"sliding_window_pattern": None}, "has no gemma4.attention.sliding_window_pattern"),
+        ("gemma4_text", {"sliding_window_pattern": [True]}, "sliding_window_pattern is not a list of 6 flags"),
+        ("gemma4_text", {"head_count_kv": [2, 1, 2, 2, 2, 1]}, "head_count_kv differs among layers with a window"),
+        ("gemma4_text", {"head_count_kv": [2, 1]}, "head_count_kv is not a list of 6 whole numbers"),
+        ("gemma4_text", {"feed_forward_length": [128] * 5 + [256]}, "feed_forward_length differs among layers"),
+        ("gemma4_text", {"key_length": 32, "value_length": 32, "rope_dimension_count": 32}, "rope_freqs.weight"),
+        ("gemma4_text", {"key_length_swa": None}, "has no gemma4.attention.key_length_swa"),
+        ("glm4", {"rope_dimension_sections": [2, 1, 1, 0]}, "GLM-4 models that read images are not supported"),
+        ("ministral3", {"rope_scaling_type": None}, "attention.temperature_scale needs a rotary scaling"),
+        ("cohere2", {"logit_scale": None}, "has no cohere2.logit_scale"),
+        ("cohere2", {"layer_norm_eps": None}, "has no cohere2.attention.layer_norm_epsilon"),
+    ],
+)
+def test_metadata_that_no_model_has_gets_a_sentence(tmp_path, name, changes, says):
+    path = write(made(name, tmp_path / "model"), tmp_path / "model.gguf", name, **changes)
+    with pytest.raises(ModelError, match=says):
+        folder_of(path)
+
+
+def test_frequencies_that_no_gemma_4_has_get_a_sentence(tmp_path):
+    path = write(made("gemma4_text", tmp_path / "model"), tmp_path / "model.gguf", "gemma4_text")
+    data = path.read_bytes()
+    huge = np.array([1e30], np.float32).tobytes()
+    assert data.count(huge) == 6
+    path.write_bytes(data.replace(huge, np.array([2.0], np.float32).tobytes()))
+    with pytest.raises(ModelError, match=r"rope_freqs.weight is not that of a Gemma 4"):
+        folder_of(path)
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("qwen3-tied", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")])
+def test_of_qwen3_vl_the_text_part_is_read(tmp_path, name, architecture):
+    folder = made(name, tmp_path / "model")
+    sections = {"rope_dimension_sections": [4, 2, 2, 0], "num_deepstack_layers": 3}
+    path = write(folder, tmp_path / "model.gguf", name, architecture=architecture, **sections)
+    model = load_model(EngineConfig(model=str(path), dtype="float32"), fetch(str(path), weights=True).path)
+    ids = prompt(20, seed=1)
+    want, got = whole(oracle(folder, torch.float32), ids), Bench(model).step({0: ids})[0]
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
 def test_flags_of_another_number_of_layers_get_a_sentence(tmp_path):
@@ -243,6 +388,22 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
     )
     model = load_model(EngineConfig(model=str(path), dtype="float32"), fetch(str(path), weights=True).path)
     assert len(model.spec.layers) == 3
+
+
+@needs_library
+def test_layers_that_predict_further_tokens_are_not_in_the_memory_plan(tmp_path):
+    path = write(
+        made("glm4_moe-groups", tmp_path / "model"),
+        tmp_path / "model.gguf",
+        "glm4_moe-groups",
+        Type.Q8_0,
+        nextn_predict_layers=1,
+        block_count=4,
+        tensors={"blk.3.nextn.eh_proj.weight": (64, 128), "blk.3.attn_q.weight": (64, 64)},
+    )
+    model = load_model(EngineConfig(model=str(path)), fetch(str(path), weights=True).path)
+    assert isinstance(model, Decoder) and len(model.layers) == 3
+    assert model.weights_bytes == held(model)
 
 
 def test_biases_of_experts_in_blocks_get_a_sentence(tmp_path):
