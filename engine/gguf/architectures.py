@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ..bounds import MAX_SIZE
 from ..types import ModelError
 from . import gemma
 from .keys import FACTORS, Keys, windows_of
@@ -72,6 +73,13 @@ PARAMETERS = {
     "layer_output_scale.weight": "layer_scalar",
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
+}
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+# What keys of rotary scalings may say: Pequod computes nothing else. A negative number leaves it to the program.
+COMPUTED = {
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
 }
 SIGMOID = 2  # as expert_gating_func
 NORMS_AROUND = {"ffn_norm": "pre_feedforward_layernorm"}  # there is one after attention, too
@@ -164,16 +172,20 @@ def _glm4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mistral3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    scaling = config.get("rope_scaling")
+    if scaling is not None and scaling["rope_type"] == "yarn":
+        scaling = scaling | {"mscale": 1.0, "mscale_all_dim": keys.number(LOG_MULTIPLIER, 0)}
+        found["rope_scaling"] = scaling
     if (beta := keys.number("attention.temperature_scale", 0)) == 0:
-        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
-    if "rope_scaling" not in config:
+        return {**found, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+    if scaling is None:
         raise ModelError(f"the GGUF file's {keys.architecture}.attention.temperature_scale needs a rotary scaling")
-    scales = {"mscale": 1.0, "mscale_all_dim": keys.number("rope.scaling.yarn_log_multiplier", 0)}
-    return {"rope_scaling": config["rope_scaling"] | scales | {"llama_4_scaling_beta": beta}}
+    return {"rope_scaling": scaling | {"llama_4_scaling_beta": beta}}
 
 
 def _cohere2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    keys.number("attention.sliding_window")  # there must be one
+    keys.whole("attention.sliding_window", MAX_SIZE)  # there must be one
     return {"logit_scale": keys.number("logit_scale"), **_three_of_four(keys, config)}
 
 
@@ -197,8 +209,10 @@ def _granitemoe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 def _three_of_four(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of windows that all layers but every fourth have if the file does not say which; empty: none."""
     layers, window = config["num_hidden_layers"], keys.number("attention.sliding_window", 0)
+    if not window:
+        return {}
     windows = keys.flags("attention.sliding_window_pattern", layers) or [(i + 1) % 4 != 0 for i in range(layers)]
-    return windows_of(window, windows) if window else {}
+    return windows_of(window, windows)
 
 
 def _olmo(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -212,14 +226,14 @@ def _exaone4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 def _phi3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     head_dim = config["head_dim"]
-    rotated = keys.number("rope.dimension_count", head_dim)
+    rotated = keys.whole("rope.dimension_count", head_dim, head_dim)
     original = keys.number("rope.scaling.original_context_length", config["max_position_embeddings"])
     found = {
         "sliding_window": keys.number("attention.sliding_window", 0) or None,
         "partial_rotary_factor": rotated / head_dim,
         "original_max_position_embeddings": original,
     }
-    if LONG_FACTORS in keys.tensors and SHORT_FACTORS in keys.tensors:
+    if LONG_FACTORS in keys.tensors or SHORT_FACTORS in keys.tensors:
         scaling = {
             "rope_type": "longrope",
             "long_factor": keys.floats(LONG_FACTORS, rotated // 2),
@@ -340,7 +354,7 @@ def architecture_of(keys: Keys) -> Architecture:
 
 
 def scaling_of(keys: Keys, head_dim: int) -> dict[str, Any] | None:
-    """Return the rope_scaling of config.json."""
+    """Return the rope_scaling of config.json, but for Phi-3's. Raises ModelError if the scaling is not supported."""
     if FACTORS in keys.tensors:
         factors = keys.floats(FACTORS, head_dim // 2)
         return {
@@ -351,7 +365,14 @@ def scaling_of(keys: Keys, head_dim: int) -> dict[str, Any] | None:
             "original_max_position_embeddings": keys.number("context_length"),
         }
     kind = keys.get("rope.scaling.type")
-    if kind in (None, "none") or LONG_FACTORS in keys.tensors:
+    if keys.architecture == "phi3" and LONG_FACTORS in keys.tensors:
+        return None
+    for key, values in COMPUTED.items():
+        if (value := keys.number(key, values[0])) not in values:
+            raise ModelError(f"the GGUF file's {keys.architecture}.{key} of {value:.6g} is not supported")
+    if not LISTS.isdisjoint(keys.tensors):
+        raise ModelError("the GGUF file has factors of rotary frequencies that its architecture does not use")
+    if kind in (None, "none"):
         return None
     if kind not in ("linear", "yarn"):
         raise ModelError(f"the GGUF file's rotary scaling {str(kind)[:64]!r} is not supported")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
+from ..bounds import MAX_HEADS, MAX_LAYERS, MAX_SIZE
 from ..types import ModelError
 from .architectures import LISTS, LOOKED_UP, NAMES, PARAMETERS, architecture_of, is_norm, scaling_of
 from .keys import Keys
@@ -35,8 +36,9 @@ def config_of(model: Model) -> dict[str, Any]:
             f"GGUF files of the architecture {keys.architecture} with experts are not supported; use the model's "
             "safetensors files"
         )
-    heads, hidden = keys.number("attention.head_count"), keys.number("embedding_length")
-    head_dim = keys.number("attention.key_length", hidden // heads if isinstance(heads, int) and heads > 0 else None)
+    heads = keys.whole("attention.head_count", MAX_HEADS)
+    hidden = keys.whole("embedding_length", MAX_SIZE)
+    head_dim = keys.whole("attention.key_length", MAX_HEADS, hidden // heads)
     for key in ("rope.dimension_count", "attention.value_length"):
         if key == "rope.dimension_count" and architecture.rotates_partly:
             continue
@@ -49,7 +51,7 @@ def config_of(model: Model) -> dict[str, Any]:
         "model_type": architecture.model_type,
         "hidden_size": hidden,
         "intermediate_size": number("feed_forward_length"),
-        "num_hidden_layers": keys.number("block_count"),
+        "num_hidden_layers": keys.whole("block_count", MAX_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": number("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -118,11 +120,12 @@ def _experts(name: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
 def _is_used(name: str, config: Mapping[str, Any]) -> bool:
     """Return whether the model has a tensor. Files may have layers that predict further tokens, and keys and values of
     layers that share those of another."""
-    found = LAYER.fullmatch(name) or UNUSED.match(name)
-    if found is None:
+    layers = config["num_hidden_layers"]
+    if found := UNUSED.match(name):
+        return int(found[1]) < layers
+    if (found := LAYER.fullmatch(name)) is None:
         return True
-    layer, layers = int(found[1]), config["num_hidden_layers"]
-    own = layers - config.get("num_kv_shared_layers", 0)
+    layer, own = int(found[1]), layers - config.get("num_kv_shared_layers", 0)
     return layer < own or (layer < layers and found[2] not in ("attn_k", "attn_v", "attn_k_norm"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..bounds import MAX_HEADS
 from ..types import ModelError
 from .keys import FACTORS, Keys, windows_of
 
@@ -49,7 +50,12 @@ def gemma4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     if windowed is None:
         raise ModelError(f"the GGUF file has no {name}.attention.sliding_window_pattern")
     heads = keys.by_layer("attention.head_count_kv", layers, config["num_attention_heads"])
-    inner, shared = keys.by_layer("feed_forward_length", layers), keys.number("attention.shared_kv_layers", 0)
+    head_dim = keys.whole("attention.key_length_swa", MAX_HEADS)
+    for key in ("rope.dimension_count_swa", "attention.value_length_swa"):
+        if keys.number(key, head_dim) != head_dim:
+            raise ModelError(f"the GGUF file's {name}.{key} differs from {name}.attention.key_length_swa")
+    inner = keys.by_layer("feed_forward_length", layers)
+    shared = keys.whole("attention.shared_kv_layers", layers - 1, 0, minimum=0)
     own = {count for count, has_window in zip(heads, windowed, strict=True) if has_window}
     if len(own) > 1:
         raise ModelError(f"the GGUF file's {name}.attention.head_count_kv differs among layers with a window")
@@ -59,7 +65,7 @@ def gemma4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     count, table = keys.number("expert_count", 0), keys.tensors.get("per_layer_token_embd.weight")
     found = {
         "hidden_activation": "gelu_pytorch_tanh",
-        "head_dim": keys.number("attention.key_length_swa"),
+        "head_dim": head_dim,
         "num_key_value_heads": min(own, default=heads[0]),
         "per_layer_config": {
             str(layer): {"head_dim": config["head_dim"], "num_key_value_heads": heads[layer]}
@@ -95,10 +101,9 @@ def gemma4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 def _rotated_part(keys: Keys, head_dim: int) -> dict[str, Any]:
     """Return the rotary parameters that tell which part of each head is rotated: files have divisors for it, which are
     1 for the first frequencies and huge for the others."""
-    if FACTORS not in keys.tensors:
-        return {}
     factors = keys.floats(FACTORS, head_dim // 2)
     rotated = factors.count(1.0)
-    if factors[:rotated] != [1.0] * rotated or not all(factor > UNROTATED for factor in factors[rotated:]):
+    ends = all(factor > UNROTATED for factor in factors[rotated:])
+    if not rotated or factors[:rotated] != [1.0] * rotated or not ends:
         raise ModelError(f"the GGUF file's {FACTORS} is not that of a Gemma 4")
     return {"rope_type": "proportional", "partial_rotary_factor": 2 * rotated / head_dim}

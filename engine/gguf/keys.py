@@ -35,6 +35,14 @@ class Keys:
             raise ModelError(f"the GGUF file has {state} {self.architecture}.{key}")
         return value
 
+    def whole(self, key: str, maximum: int, default: int | None = None, *, minimum: int = 1) -> int:
+        """Return a whole number from `minimum` to `maximum`."""
+        value = self.number(key, default)
+        if not isinstance(value, int) or not minimum <= value <= maximum:
+            name = f"{self.architecture}.{key}"
+            raise ModelError(f"the GGUF file's {name} is not a whole number from {minimum} to {maximum}")
+        return value
+
     def first(self, key: str, default: float | None = None) -> Any:
         """Return the same, of the first layer if there is a value for each."""
         value = self.get(key)
@@ -63,7 +71,9 @@ class Keys:
 
     def floats(self, name: str, count: int) -> list[float]:
         """Return the numbers of a tensor."""
-        tensor = self.tensors[name]
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"the GGUF file has no {name}")
         if TYPES[tensor.type].name != "F32" or tensor.shape != (count,):
             raise ModelError(f"the GGUF file's {name} is not a list of {count} numbers in F32")
         with tensor.file.open("rb") as file:

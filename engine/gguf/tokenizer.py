@@ -32,7 +32,7 @@ PATTERNS |= {name: [DIGITS, GPT2] for name in ("smollm", "starcoder", "refact", 
 PATTERNS |= {name: [QWEN2] for name in ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez")}
 PATTERNS |= {name: [GPT2] for name in ("gpt-2", "mpt", "olmo", "jais", "phi-2", "exaone4")}
 PATTERNS |= {"tekken": [TEKKEN], "gpt-4o": [O200K]}
-NORMALIZED = {"qwen2", "deepseek-r1-qwen"}  # to Unicode's composed form
+NORMALIZED = {"qwen2", "deepseek-r1-qwen", "command-r"}  # to Unicode's composed form
 WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # a word that is a token is not merged
 BEGUN = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # texts begin with bos if no key says otherwise
 # Tokens that end an answer though the file may name only one of them as its end.
@@ -42,6 +42,7 @@ END_TOKENS = {
 }  # fmt: skip
 # In the messages of gpt-oss another token ends an answer, and the end of a message is not one.
 RETURN, CALL, MESSAGE_END = "<|return|>", "<|call|>", "<|end|>"
+TOOL_RESPONSE = "<|tool_response>"  # ends Gemma 4's tool calls; in files its type is that of text
 LONGEST_MERGED = 256  # characters of a token that merges are sought for; the longest real ones have 128
 NAMED_TOKENS = {
     "bos_token": "bos_token_id",
@@ -150,6 +151,8 @@ class Vocabulary:
     def _merges(self, ids: Mapping[str, int]) -> list[list[str]]:
         """Return the merges that the file lists."""
         merges = [merge.split(" ") for merge in self._list("merges", str)]
+        if not merges and self.get("model") == "gemma4":
+            raise ModelError("the GGUF file's vocabulary lists no merges, which that of a Gemma 4 needs")
         if any(len(pair) != 2 or "".join(pair) not in ids or not ids.keys() >= {*pair} for pair in merges):
             raise ModelError("the GGUF file's tokenizer.ggml.merges names tokens that the vocabulary does not have")
         return merges
@@ -172,7 +175,8 @@ class Vocabulary:
 
     def _sentencepiece(self) -> dict[str, Any]:
         ids = self._ids()
-        prefix = [{"type": "Prepend", "prepend": SPACE}] if self.get("add_space_prefix") is not False else []
+        lists_merges = self.get("model") == "gemma4"
+        prefix = [{"type": "Prepend", "prepend": SPACE}] if self._adds("add_space_prefix", not lists_merges) else []
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
         decoder: list[dict[str, Any]] = [
             {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
@@ -188,7 +192,7 @@ class Vocabulary:
             "model": {
                 "type": "BPE",
                 "vocab": ids,
-                "merges": self._merges(ids) if self.get("model") == "gemma4" else self._merges_by_score(ids),
+                "merges": self._merges(ids) if lists_merges else self._merges_by_score(ids),
                 "unk_token": self.token("unknown_token_id"),
                 "fuse_unk": True,
                 "byte_fallback": BYTE in self.types,
@@ -205,7 +209,8 @@ class Vocabulary:
         bos, eos = self.token("bos_token_id"), self.token("eos_token_id")
         sequence: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
         single, tokens = [sequence], {}
-        if bos and self._adds("add_bos_token", kind == "llama" or name in BEGUN):
+        # Gemma 4 needs bos, also where a file says otherwise.
+        if bos and (kind == "gemma4" or self._adds("add_bos_token", kind == "llama" or name in BEGUN)):
             single, tokens[bos] = [{"SpecialToken": {"id": bos, "type_id": 0}}, *single], bos
         if eos and self._adds("add_eos_token", False):
             single, tokens[eos] = [*single, {"SpecialToken": {"id": eos, "type_id": 0}}], eos
@@ -234,6 +239,8 @@ class Vocabulary:
         ends = [found for found in named if isinstance(found, int) and 0 <= found < len(self.tokens)]
         known = END_TOKENS | ({RETURN, CALL} if RETURN in self.tokens else set())
         ends += [index for index, token in enumerate(self.tokens) if token in known and self.types[index] == CONTROL]
+        if self.get("model") == "gemma4":
+            ends += [index for index, token in enumerate(self.tokens) if token == TOOL_RESPONSE]
         if RETURN in self.tokens:
             ends = [index for index in ends if self.tokens[index] != MESSAGE_END]
         found = {name: self.metadata[key] for key, name in SAMPLING.items() if key in self.metadata}

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention import AttentionMeta, KVCache
 from ..attention.reference import Reference
+from ..bounds import MAX_LAYERS, MAX_SIZE
 from ..config import EngineConfig
 from ..files import read_json
 from ..kernels.library import Choice, Kernels
@@ -34,7 +35,7 @@ from .dummy import DummyWeights, initialize
 from .executor import Executor
 from .families import architecture
 from .forward import Forward, Outputs
-from .keys import MAX_LAYERS, MAX_SIZE, shown
+from .keys import shown
 from .packing import Swap, pack, unpack
 from .rope import MAX_NUMBER
 from .spec import ModelSpec, choose_dtype, serve_len

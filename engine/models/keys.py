@@ -8,13 +8,6 @@ from typing import Any
 from ..types import ModelError
 from .rope import MAX_NUMBER
 
-# Bounds for the numbers in a config.json, needed if there is no checkpoint to compare them with. They are far above any
-# published model's, yet allow a list with an item per layer, and a weight's size fits 64 bits.
-MAX_LAYERS = 4096
-MAX_HEADS = 1 << 16  # also of head_dim
-MAX_EXPERTS = 1 << 16  # of all layers
-MAX_SIZE = 1 << 24  # of the vocabulary, the hidden state and the feed-forward layer
-
 
 def whole(source: Mapping[str, Any], key: str, default: int | None = None, *, maximum: int = MAX_NUMBER) -> int:
     """Return a positive whole number, or the default if the key is missing or null. Raises ModelError."""

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from ..bounds import MAX_EXPERTS, MAX_HEADS, MAX_SIZE
 from ..types import ModelError
 from .decoder_spec import InputsSpec, LayerShape, Scales
 from .experts import ExpertsSpec, Sigmoids
 from .family import Family, ScaleKey
-from .keys import MAX_EXPERTS, MAX_HEADS, MAX_SIZE, count_of, number, shown, whole
+from .keys import count_of, number, shown, whole
 from .layers import ACTIVATIONS, Clamp
 from .rope import SCALINGS, Rope, read_rope, rope_parameters
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..attention import AttentionLayer
+from ..bounds import MAX_HEADS, MAX_LAYERS, MAX_SIZE
 from ..cache_groups import CacheGroups
 from ..config import EngineConfig
 from ..files import read_json
@@ -23,7 +24,7 @@ from . import layer_kinds, multimodal
 from .decoder_spec import DecoderSpec, LayerShape, sinks_name
 from .families import FAMILIES, architecture
 from .gpu_weights import PIECE_NUMBERS, ROUNDED, Form
-from .keys import MAX_HEADS, MAX_LAYERS, MAX_SIZE, count_of, number, shown, whole
+from .keys import count_of, number, shown, whole
 from .precision import head_bits, rounded_shapes
 
 DTYPES = {

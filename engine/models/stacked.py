@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..bounds import MAX_EXPERTS
 from ..kernels.matmul import Sources
 from ..types import ModelError
 from .family import ExpertKeys
-from .keys import MAX_EXPERTS
 from .weights import Checkpoint, Entry, read_into
 
 # How the name of a tensor of all experts ends -> the dimensions it has, and how the name of an expert's own ends.

@@ -377,14 +377,13 @@ def test_a_sentencepiece_vocabulary_becomes_a_tokenizer(tmp_path):
 
 def test_a_vocabulary_of_gemma_4_lists_its_merges():
     tokens = ["<unk>", "<bos>", "<turn|>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokens += ["\u2581", "a", "b", "\n", "\n\n", "ab", "\u2581ab", "<eos>"]
+    tokens += ["\u2581", "a", "b", "\n", "\n\n", "ab", "\u2581ab", "<|tool_response>", "<eos>"]
     metadata = {
         "tokenizer.ggml.model": "gemma4",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [2, CONTROL, CONTROL] + [BYTE] * 256 + [1] * 7 + [CONTROL],
+        "tokenizer.ggml.token_type": [2, CONTROL, CONTROL] + [BYTE] * 256 + [1] * 7 + [USER_DEFINED, CONTROL],
         "tokenizer.ggml.merges": ["a b", "\n \n", "\u2581 ab"],
-        "tokenizer.ggml.add_space_prefix": False,
-        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_bos_token": False,  # llama.cpp does not believe it either
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": len(tokens) - 1,
         "tokenizer.ggml.unknown_token_id": 0,
@@ -396,9 +395,20 @@ def test_a_vocabulary_of_gemma_4_lists_its_merges():
         "<bos>", "ab", "\u2581ab", "\u2581", "\u2581", "a", "\n\n", "<0xC3>", "<0xA9>", "<turn|>",
     ]  # fmt: skip
     assert tokenizer.decode(encoding.ids) == "ab ab  a\n\n\u00e9"
-    assert [tokens[index] for index in files["generation_config.json"]["eos_token_id"]] == ["<eos>", "<turn|>"]
+    ends = [tokens[index] for index in files["generation_config.json"]["eos_token_id"]]
+    assert ends == ["<eos>", "<turn|>", "<|tool_response>"]
     with pytest.raises(ModelError, match="names tokens that the vocabulary does not have"):
         Vocabulary(metadata | {"tokenizer.ggml.merges": ["a q"]}).files()
+    for missing in ([], None):
+        with pytest.raises(ModelError, match="lists no merges, which that of a Gemma 4 needs"):
+            Vocabulary(metadata | {"tokenizer.ggml.merges": missing}).files()
+
+
+def test_the_text_of_cohere_2_is_normalized():
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "\u00c3", "\u00a9"]}
+    files = Vocabulary(metadata | {"tokenizer.ggml.pre": "command-r"}).files()
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(files["tokenizer.json"]))
+    assert tokenizer.encode("e\u0301a").tokens == ["\u00c3", "\u00a9", "a"]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])

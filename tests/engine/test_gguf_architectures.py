@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFValueType as ValueType
 
 from engine import EngineConfig, ModelError, plan, roofline
 from engine.gguf.folder import folder_of
@@ -114,13 +115,15 @@ def settings_of(model: Any) -> dict[str, Any]:
         }
     if model.model_type == "glm4":
         found["rope_dimension_count"] = int(model.head_dim * model.rope_parameters["partial_rotary_factor"])
-    if model.model_type == "ministral3":
+    if "mscale_all_dim" in (model.rope_parameters or {}):
         found |= {
             "rope_scaling_type": gguf.RopeScalingType.YARN,
             "rope_scaling_factor": model.rope_parameters["factor"],
             "rope_scaling_orig_ctx_len": model.rope_parameters["original_max_position_embeddings"],
+            "rope_scaling_yarn_beta_fast": model.rope_parameters.get("beta_fast"),
+            "rope_scaling_yarn_beta_slow": model.rope_parameters.get("beta_slow"),
             "rope_scaling_yarn_log_mul": model.rope_parameters["mscale_all_dim"],
-            "attn_temperature_scale": model.rope_parameters["llama_4_scaling_beta"],
+            "attn_temperature_scale": model.rope_parameters.get("llama_4_scaling_beta", 0.0),
         }
     if model.model_type == "cohere2":
         found["rope_scaling_type"] = gguf.RopeScalingType.NONE
@@ -181,12 +184,12 @@ def write(
     rope = model.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope).get("rope_theta", 10000.0))
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    if architecture == "phi3":
+    if architecture == "phi3" and "rope_dimension_count" not in changed:
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-        if "long_factor" in rope:
-            writer.add_rope_scaling_orig_ctx_len(model.original_max_position_embeddings)
-            for length in ("long", "short"):
-                writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
+    if architecture == "phi3" and "long_factor" in rope:
+        writer.add_rope_scaling_orig_ctx_len(model.original_max_position_embeddings)
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
     if rope.get("rope_type") == "llama3":
         plain = rope["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model)
@@ -340,9 +343,33 @@ def test_the_table_of_the_layers_own_inputs_stays_in_its_blocks(tmp_path, monkey
         ("ministral3", {"rope_scaling_type": None}, "attention.temperature_scale needs a rotary scaling"),
         ("cohere2", {"logit_scale": None}, "has no cohere2.logit_scale"),
         ("cohere2", {"layer_norm_eps": None}, "has no cohere2.attention.layer_norm_epsilon"),
+        ("cohere2", {"sliding_window": 0}, "sliding_window is not a whole number from 1"),
+        ("cohere2", {"block_count": 2.5}, "block_count is not a whole number from 1 to 4096"),
+        ("exaone4", {"block_count": 2.5}, "block_count is not a whole number from 1 to 4096"),
+        ("olmo2", {"block_count": 5000}, "block_count is not a whole number from 1 to 4096"),
+        ("gemma4_text", {"block_count": 0}, "block_count is not a whole number from 1 to 4096"),
+        ("gemma4_text", {"block_count": 2.0}, "block_count is not a whole number from 1 to 4096"),
+        ("gemma4_text", {"shared_kv_layers": 0.5}, "shared_kv_layers is not a whole number from 0 to 5"),
+        ("gemma4_text", {"shared_kv_layers": 1 << 62}, "shared_kv_layers is not a whole number from 0 to 5"),
+        ("gemma4_text", {"shared_kv_layers": 6}, "shared_kv_layers is not a whole number from 0 to 5"),
+        ("gemma4_text", {"key_length": 0, "value_length": 0}, "key_length is not a whole number from 1"),
+        ("gemma4_text", {"key_length_swa": 0.5}, "key_length_swa is not a whole number from 1"),
+        ("gemma4_text", {"value_length_swa": 4}, "value_length_swa differs from gemma4.attention.key_length_swa"),
+        ("gemma4_text", {"rope_dimension_count_swa": 4}, "dimension_count_swa differs from gemma4.attention.key"),
+        ("glm4", {"key_length": 0, "value_length": 0}, "key_length is not a whole number from 1"),
+        ("glm4", {"head_count": 0}, "head_count is not a whole number from 1"),
+        ("glm4", {"embedding_length": 0.5}, "embedding_length is not a whole number from 1"),
+        ("phi3-longrope", {"rope_dimension_count": 16.0}, "rope.dimension_count is not a whole number from 1 to 16"),
+        ("ministral3", {"rope_scaling_yarn_attn_factor": 0.5}, "yarn_attn_factor of 0.5 is not supported"),
+        ("ministral3", {"rope_scaling_yarn_ext_factor": 0.5}, "yarn_ext_factor of 0.5 is not supported"),
+        ("gpt_oss", {"rope_scaling_attn_factors": 0.5}, "rope.scaling.attn_factor of 0.5 is not supported"),
     ],
 )
-def test_metadata_that_no_model_has_gets_a_sentence(tmp_path, name, changes, says):
+def test_metadata_that_no_model_has_gets_a_sentence(tmp_path, monkeypatch, name, changes, says):
+    def add_number(writer, key, value):
+        writer.add_key_value(key, value, ValueType.FLOAT32 if isinstance(value, float) else ValueType.UINT64)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_uint32", add_number)
     path = write(made(name, tmp_path / "model"), tmp_path / "model.gguf", name, **changes)
     with pytest.raises(ModelError, match=says):
         folder_of(path)
@@ -356,6 +383,33 @@ def test_frequencies_that_no_gemma_4_has_get_a_sentence(tmp_path):
     path.write_bytes(data.replace(huge, np.array([2.0], np.float32).tobytes()))
     with pytest.raises(ModelError, match=r"rope_freqs.weight is not that of a Gemma 4"):
         folder_of(path)
+
+
+def test_frequencies_of_a_gemma_4_must_be_there(tmp_path):
+    path = write(made("gemma4_text", tmp_path / "model"), tmp_path / "model.gguf", "gemma4_text")
+    path.write_bytes(path.read_bytes().replace(b"rope_freqs.weight", b"rope_other.weight"))
+    with pytest.raises(ModelError, match=r"has no rope_freqs.weight"):
+        folder_of(path)
+
+
+def test_factors_of_frequencies_that_an_architecture_does_not_use_get_a_sentence(tmp_path):
+    folder, tensors = made("qwen3", tmp_path / "model"), {"rope_factors_long.weight": (16,)}
+    path = write(folder, tmp_path / "model.gguf", "qwen3", tensors=tensors)
+    with pytest.raises(ModelError, match="factors of rotary frequencies that its architecture does not use"):
+        folder_of(path)
+
+
+def test_scaled_frequencies_need_no_scaled_temperature(tmp_path, monkeypatch):
+    """The magnitude of a YaRN scaling is that of the multiplier in the file, also of a mistral3 without temperature."""
+    kind, sizes = MODELS["mistral-full"]
+    rope = {key: value for key, value in MODELS["ministral3"][1]["rope_parameters"].items() if "llama_4" not in key}
+    monkeypatch.setitem(MODELS, "mistral-full", (kind, sizes | {"rope_parameters": rope}))
+    folder = made("mistral-full", tmp_path / "model")
+    path = write(folder, tmp_path / "model.gguf", "mistral-full")
+    model = load_model(EngineConfig(model=str(path), dtype="float32"), fetch(str(path), weights=True).path)
+    ids = prompt(40, seed=1)
+    want, got = whole(oracle(folder, torch.float64), ids), Bench(model).step({0: ids})[0]
+    assert ((got.double() - want).abs().max() / want.abs().max()).item() < 1e-4
 
 
 @pytest.mark.parametrize(("name", "architecture"), [("qwen3-tied", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")])
@@ -404,6 +458,13 @@ def test_layers_that_predict_further_tokens_are_not_in_the_memory_plan(tmp_path)
     model = load_model(EngineConfig(model=str(path)), fetch(str(path), weights=True).path)
     assert isinstance(model, Decoder) and len(model.layers) == 3
     assert model.weights_bytes == held(model)
+
+
+def test_layers_that_predict_further_tokens_may_be_among_those_that_share_keys(tmp_path):
+    tensors = {"blk.5.nextn.eh_proj.weight": (64, 128)}
+    folder = made("gemma4_text-small", tmp_path / "model")
+    path = write(folder, tmp_path / "model.gguf", "gemma4_text-small", Type.Q8_0, tensors=tensors)
+    assert json.loads((folder_of(path) / "config.json").read_text())["num_kv_shared_layers"] > 0
 
 
 def test_biases_of_experts_in_blocks_get_a_sentence(tmp_path):
