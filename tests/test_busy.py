@@ -67,10 +67,12 @@ with busy.competitors(2):
 
 
 def test_a_ratio_is_compared_with_what_the_scheduler_grants():
-    quiet, four, sixteen = busy.judged({0: [0.1, 0.2, 0.3], 4: [0.6], 16: [3.6]}, threads=2, cores=2)
+    found = {0: [(0.1, 0.1), (0.2, 0.3), (0.3, 0.2)], 4: [(0.6, 0.2)], 16: [(3.6, 0.4)]}  # seconds, CPU seconds
+    quiet, four, sixteen = busy.judged(found, threads=2, cores=2)
     assert (quiet["ratio"], quiet["fair_ratio"], quiet["of_fair"]) == (1, 1, 1)
     assert (four["ratio"], four["fair_ratio"]) == pytest.approx((3, 3))
     assert (sixteen["ratio"], sixteen["fair_ratio"], sixteen["of_fair"]) == pytest.approx((18, 9, 2))
+    assert [row["cpu_seconds_per_token"] for row in (quiet, four, sixteen)] == [0.2, 0.2, 0.4]
 
 
 def test_the_quiet_machine_is_always_measured():
