@@ -99,8 +99,10 @@ def gemma4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotated_part(keys: Keys, head_dim: int) -> dict[str, Any]:
-    """Return the rotary parameters that tell which part of each head is rotated: files have divisors for it, which are
-    1 for the first frequencies and huge for the others."""
+    """Return the rotary parameters that say which part of each head is rotated.
+
+    A file has a divisor for each frequency: 1 for those of the rotated part, and a huge number for the others.
+    """
     factors = keys.floats(FACTORS, head_dim // 2)
     rotated = factors.count(1.0)
     ends = all(factor > UNROTATED for factor in factors[rotated:])

@@ -21,7 +21,7 @@ class GrammarTrial:
         self._tokenizer = LLTokenizer(_bytes_alone(), n_vocab=max(width, 257), eos_token=256)
 
     def problem(self, kind: str, text: str) -> str | None:
-        """Return why a grammar cannot be used, in part of a sentence; None if it compiles and has a first token."""
+        """Return why a grammar cannot be used, in part of a sentence; None if it compiles and has a beginning."""
         from llguidance import LLMatcher
 
         try:
@@ -30,8 +30,10 @@ class GrammarTrial:
             return str(error)
         if not matcher.is_error():
             matcher.compute_bitmask()
-        if not matcher.is_error():
-            matcher.compute_ff_tokens()
+        # The engine starts with the forced tokens, between two steps. If the grammar fails there, its requests would
+        # each delay all others.
+        if not matcher.is_error() and (forced := matcher.compute_ff_tokens()):
+            matcher.consume_tokens(forced)
         return shown(matcher.get_error()) if matcher.is_error() else None
 
 

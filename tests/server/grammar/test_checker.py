@@ -55,6 +55,17 @@ async def test_deep_grammar_fails_at_most_its_own_request(name, gate):
     assert gate.checker._process.pid == pid, "the checker's process has died"
 
 
+async def test_grammar_that_fails_after_its_forced_beginning_is_refused_before_the_engine_has_it(gate):
+    """The engine would take half a second for it between two steps, each time."""
+    for text in (
+        DEEP["repeated rules"][1](),
+        rule_chain("({})+", length=300),
+        'start: "b" r0\n' + rule_chain("({})+", length=300)[10:],
+    ):
+        assert "items" in (await verdict(gate, "lark", text) or "")
+    assert await verdict(gate, "lark", rule_chain("({})+", length=3)) is None
+
+
 async def test_grammar_that_takes_too_long_is_checked_once(monkeypatch, gate):
     monkeypatch.setattr(gate_module, "SLOW_S", 0.1)
     checked = []
