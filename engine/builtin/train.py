@@ -290,8 +290,8 @@ def answers(model: Qwen3ForCausalLM, tokenizer: Tokenizer, prompts: list[str], l
     encoded = tokenizer.encode_batch(prompts, add_special_tokens=False)
     ids = torch.tensor([e.ids for e in encoded])
     mask = torch.tensor([e.attention_mask for e in encoded])
-    generate: Any = model.generate  # type: ignore[misc]  # transformers types it for a protocol
-    output = generate(input_ids=ids, attention_mask=mask, max_new_tokens=limit, do_sample=False)
+    untyped: Any = model  # releases of transformers type `generate` differently
+    output = untyped.generate(input_ids=ids, attention_mask=mask, max_new_tokens=limit, do_sample=False)
     new = output[:, ids.shape[1] :]
     results = []
     for row in new.tolist():
