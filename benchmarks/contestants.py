@@ -195,6 +195,7 @@ async def enter(stack: contextlib.AsyncExitStack, peer: Peer, words: Sequence[st
             found.child = Child(command, url, peer.ready, os.environ | peer.env)
             own.callback(found.child.stop)
             _, found.ready_s = await found.child.ready(START_S)
+            await found.child.quiet()
         assert url is not None
         found.target = await (_in_process(url) if peer.api == IN_PROCESS else connect(url, peer.model, None, peer.api))
         own.push_async_callback(found.target.http.aclose)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from msgspec.structs import replace
 
 from . import attention, hub, memory, models, roofline
+from .attention.cache_memory import Population
 from .config import EngineConfig, check
 from .kernels.library import Choice, Kernels, settle
 from .kernels.weight_packing import compresses
@@ -116,8 +118,16 @@ async def assemble(
     grammars = asyncio.to_thread(_load_grammars, config, described.spec.vocab_size)
     (runner, info, resolved), loaded_grammars = await asyncio.gather(loading, grammars)
     scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size, groups=info.groups)
-    more = None if runner.graphs is None else runner.graphs.capture_next
-    return EngineLoop(scheduler, runner, outbox, model_thread, loaded_grammars, when_idle=more), info
+    return EngineLoop(scheduler, runner, outbox, model_thread, loaded_grammars, when_idle=_when_idle(runner)), info
+
+
+def _when_idle(runner: Runner) -> Callable[[], bool] | None:
+    """Return what the engine does while it has no work, see EngineLoop."""
+    if runner.graphs is not None:
+        return runner.graphs.capture_next
+    if runner.device.type != "cpu":
+        return None
+    return Population([layer.tensor for layer in runner.cache.layers]).advance
 
 
 def _load_grammars(config: EngineConfig, width: int) -> Grammars:

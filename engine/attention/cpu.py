@@ -19,11 +19,10 @@ from ..kernels.library import DTYPES, address, cache_dtypes
 from ..kernels.structures import Call
 from ..types import ConfigError
 from .backend import LayerCache
+from .cache_memory import request_huge_pages
 from .layer import AttentionLayer
 from .metadata import FIRST, AttentionMeta, Place, Tables
 
-# Huge pages need one page-table walk for 2 MB of keys and values instead of for 4 KB. MADV_HUGEPAGE, and their size.
-HUGE_PAGES, HUGE_BYTES = 14, 2 << 20
 # As in attention_tasks.h: keys of a split, keys of a tile, maximum queries of a task; and the maximum number of floats
 # beside a query's sums.
 SPLIT, TILE, TASK_QUERIES, SUM_PADDING = 1024, 64, 96, 48
@@ -186,7 +185,7 @@ class Paged:
         if layer.num_heads % layer.num_kv_heads or (sinks is not None and sinks.shape != (layer.num_heads,)):
             raise ValueError(f"the numbers of heads of {layer} do not fit each other")
         tensor = layer.empty_cache(num_blocks, block_size, dtype, device)
-        _advise(tensor)
+        request_huge_pages(tensor)
         return LayerCache(layer, block_size, tensor, None if sinks is None else sinks.detach().float().contiguous())
 
     def plan(self, meta: AttentionMeta) -> Plan:
@@ -224,13 +223,3 @@ class Paged:
 def _strides(x: Tensor) -> tuple[int, int]:
     token, head, _ = x.stride()
     return token, head
-
-
-def _advise(cache: Tensor) -> None:
-    """Request huge pages for a large cache. An error is ignored: the cache works without them."""
-    start = -(-cache.data_ptr() // HUGE_BYTES) * HUGE_BYTES
-    size = cache.data_ptr() + cache.nbytes - start
-    if size >= HUGE_BYTES:
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        madvise(start, size // HUGE_BYTES * HUGE_BYTES, HUGE_PAGES)

@@ -19,6 +19,8 @@ from ..commands import Failure
 
 POLL_S = 0.01
 STOP_S = 40.0  # more than a Pequod drains by default
+# A server that takes less than this share of a core has done what it does without requests, such as taking memory.
+QUIET_SHARE, QUIET_S, QUIET_LIMIT_S = 0.2, 0.5, 30.0
 LOG_LINES = 5  # of a dead server's log, for the error
 
 
@@ -78,6 +80,15 @@ class Child:
                         return port, elapsed
                 await asyncio.sleep(POLL_S)
         raise Failure(f"the server was not ready after {limit_s:.0f} s; {self._last_lines()}")
+
+    async def quiet(self) -> None:
+        """Wait until the server does next to nothing, but no longer than QUIET_LIMIT_S."""
+        until = time.perf_counter() + QUIET_LIMIT_S
+        used, share = cpu_seconds(self.pid), 1.0
+        while share > QUIET_SHARE and time.perf_counter() < until:
+            await asyncio.sleep(QUIET_S)
+            before, used = used, cpu_seconds(self.pid)
+            share = (used - before) / QUIET_S
 
     def died(self) -> str:
         """Return why the server is gone, in a sentence."""

@@ -142,6 +142,7 @@ async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
             stack.callback(child.stop)
             task = progress.add_task(f"starting {values.model}", total=None)
             await child.ready(START_S)
+            await child.quiet()
             progress.remove_task(task)
             url, model, seed = child.url, values.names[0], values.seed or 0
         target = await connect(url, model, values.first_key, arguments.api)
