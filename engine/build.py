@@ -118,14 +118,16 @@ async def assemble(
     grammars = asyncio.to_thread(_load_grammars, config, described.spec.vocab_size)
     (runner, info, resolved), loaded_grammars = await asyncio.gather(loading, grammars)
     scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size, groups=info.groups)
-    return EngineLoop(scheduler, runner, outbox, model_thread, loaded_grammars, when_idle=_when_idle(runner)), info
+    return EngineLoop(
+        scheduler, runner, outbox, model_thread, loaded_grammars, when_idle=_when_idle(runner, info)
+    ), info
 
 
-def _when_idle(runner: Runner) -> Callable[[], bool] | None:
+def _when_idle(runner: Runner, info: EngineInfo) -> Callable[[], bool] | None:
     """Return what the engine does while it has no work, see EngineLoop."""
     if runner.graphs is not None:
         return runner.graphs.capture_next
-    if runner.device.type != "cpu":
+    if runner.device.type != "cpu" or info.weights_bytes < TINY_BYTES:  # whose prompts take milliseconds
         return None
     return Population([layer.tensor for layer in runner.cache.layers]).advance
 
