@@ -26,7 +26,7 @@ struct Attention : Tiles<Kind> {
             const float* sinks)
       : Base(call, {call, cache}), q(q), k(k), v(v), out(out), sinks(sinks) {}
 
-  int64_t query_bytes() const { return cache.units * Kind::X_BYTES; }
+  int64_t query_bytes() const { return ceil_div(cache.units, Kind::AT_ONCE) * Kind::AT_ONCE * Kind::X_BYTES; }
 
   // -- a task ---------------------------------------------------------------------------------------------------------
 
