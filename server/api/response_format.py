@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+from msgspec.structs import replace
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ..generation.request import GenerationRequest

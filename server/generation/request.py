@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from msgspec import Struct, field
 
 from engine import SamplingParams
 
@@ -72,9 +74,8 @@ class ConversationPrompt:
     thinking_budget: tuple[str, int] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """A request for generated text."""
+class GenerationRequest(Struct, frozen=True, kw_only=True):
+    """A request for generated text. A Struct, because the API's classes build it step by step by `replace`."""
 
     model: str | None
     prompt: TextPrompts | ConversationPrompt

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+from msgspec.structs import replace
 from pydantic import Field, ValidationInfo, field_validator
 
 from ...generation.request import Calling, ConversationPrompt, GenerationRequest, Tool

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+from msgspec.structs import replace
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 

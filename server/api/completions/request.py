@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
+from msgspec.structs import replace
 from pydantic import Discriminator, Field, Tag
 
 from ...generation.request import UNLIMITED, GenerationRequest, TextPrompts
