@@ -199,24 +199,9 @@ class _CycleTransport(asyncio.Transport):
         self._connection = connection
         self._cycle = cycle
         self._transport = connection.transport
-        self._has_begun = False
-        self._held = b""  # the head of the response, until the body begins
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        # uvicorn writes the head by itself. Sent together with the body, it saves a system call and a packet.
-        if not self._has_begun:
-            self._has_begun, self._held = True, bytes(data)
-            self._connection.loop.call_soon(self._flush)  # the body may begin much later
-        elif self._held:
-            held, self._held = self._held, b""
-            self._transport.write(held + data)
-        else:
-            self._transport.write(data)
-
-    def _flush(self) -> None:
-        if self._held and not self._transport.is_closing():
-            self._transport.write(self._held)
-        self._held = b""
+        self._transport.write(data)
 
     def is_closing(self) -> bool:
         return self._connection.is_parting or self._transport.is_closing()
@@ -224,7 +209,6 @@ class _CycleTransport(asyncio.Transport):
     def close(self) -> None:
         if self._transport.is_closing():
             return
-        self._flush()
         # After the head of an upgrade request the parser sees no body.
         if self._cycle.more_body or self._connection.parser.should_upgrade():
             self._connection.part()

@@ -22,7 +22,7 @@ from engine import ConfigError, Engine, EngineError, EngineInfo, ModelError
 from ..settings import Settings, with_flags
 from .connection import Connection
 
-ACCEPTS_PER_ITERATION = 4
+ACCEPTS_PER_ITERATION = 16
 KEEP_ALIVE_S = 30
 CLOSE_S = 5  # for connections that stay open after the drain has ended every stream
 MARGIN_S = 10  # beyond --drain-seconds, for streams to end; then they are abandoned
@@ -96,7 +96,7 @@ class Server(uvicorn.Server):
         The exit code is 2 if the model or a setting cannot be used, and 1 if the engine failed for good.
         """
         # The event loop accepts one connection per descriptor and iteration, and iterations are long under load.
-        # Duplicates of the descriptor let it accept more; each costs a system call per connection.
+        # Duplicates of the descriptor let it accept more.
         duplicates = [listener.dup() for _ in range(ACCEPTS_PER_ITERATION - 1)]
         try:
             self.run(sockets=[listener, *duplicates])

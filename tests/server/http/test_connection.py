@@ -10,7 +10,6 @@ import httpx
 import pytest
 import uvloop
 
-from server.http.connection import _CycleTransport
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
 from tests.live import WAIT_S
 from tests.server.http.hostile import MB, head
@@ -314,47 +313,3 @@ def test_a_bad_chunk_after_a_response_gets_no_second_response(sockets, patient):
         writer.close()
 
     sockets(use)
-
-
-class Written:
-    """A connection whose transport keeps what is written."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.transport = self
-        self.writes: list[bytes] = []
-        self.is_parting = self.is_closed = False
-        self.more_body = False
-        self.parser = self
-
-    def write(self, data: bytes) -> None:
-        assert not self.is_closed
-        self.writes.append(data)
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def should_upgrade(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-async def test_a_head_is_written_together_with_a_body_that_follows_at_once():
-    whole, late, empty, gone = (Written() for _ in range(4))
-    transports = [_CycleTransport(each, each) for each in (whole, late, empty, gone)]
-    for transport in transports:
-        transport.write(b"head ")
-    transports[0].write(b"first ")
-    transports[0].write(b"second")
-    transports[2].close()  # as after HEAD
-    gone.close()
-    await asyncio.sleep(0)
-    assert late.writes == [b"head "], "a body may be minutes late"
-    transports[1].write(b"first ")
-    await asyncio.sleep(0)
-    assert whole.writes == [b"head first ", b"second"]
-    assert late.writes == [b"head ", b"first "]
-    assert empty.writes == [b"head "] and empty.is_closed
-    assert gone.writes == []
