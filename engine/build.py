@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 # Models below this size run on one thread: on two busy cores a decode step of a model with 0.3 M parameters took 13 to
 # 100 ms with two threads, and 3 ms with one.
 TINY_BYTES = 64 << 20
+# Available memory that is left to others before requests need it for the cache.
+SPARED_BYTES = 1 << 30
 # For the memory of an engine that has ended: a driver may free it after the process is gone.
 FREED_S = 10.0
 # Sequences per step on a CPU, unless they are set: the number with which a step takes this many times as long as with
@@ -129,7 +131,8 @@ def _when_idle(runner: Runner, info: EngineInfo) -> Callable[[], bool] | None:
         return runner.graphs.capture_next
     if runner.device.type != "cpu" or info.weights_bytes < TINY_BYTES:  # whose prompts take milliseconds
         return None
-    return Population([layer.tensor for layer in runner.cache.layers]).advance
+    population = Population([layer.tensor for layer in runner.cache.layers])
+    return lambda: memory.measure("cpu").available > SPARED_BYTES and population.advance()
 
 
 def _load_grammars(config: EngineConfig, width: int) -> Grammars:

@@ -221,9 +221,7 @@ class EngineLoop:
         if self.scheduler.is_idle and pool.num_held:
             raise AssertionError(f"{pool.num_held} blocks are held and no sequence runs")
         self._wakeup.clear()
-        quiet_s = QUIET_S
-        while self._when_idle is not None and not await self._woken(quiet_s):
-            quiet_s = 0.0
+        while self._when_idle is not None and not await self._woken(QUIET_S):
             if not await asyncio.get_running_loop().run_in_executor(self.model_thread, self._when_idle):
                 self._when_idle = None
         await self._wakeup.wait()

@@ -46,7 +46,7 @@ class Population:
 
     LIMIT_BYTES = 2 << 30
     # A request that arrives meanwhile waits this long.
-    TURN_S = 0.02
+    TURN_S = 0.05
 
     def __init__(self, tensors: Sequence[Tensor], limit_bytes: int = LIMIT_BYTES) -> None:
         self._pages = _in_turn(list({tensor.data_ptr(): tensor for tensor in tensors}.values()), limit_bytes)
@@ -56,7 +56,7 @@ class Population:
         until = time.monotonic() + self.TURN_S
         for page in self._pages:
             if _madvise()(page, HUGE_BYTES, POPULATE_WRITE) and ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
-                return False  # Linux before 5.14, or out of memory, which a request may never need
+                return False  # Linux before 5.14, or out of memory
             if time.monotonic() >= until:
                 return True
         return False

@@ -134,6 +134,8 @@ struct DottedBytes {
     uint32_t& pair = ((uint32_t*)x)[u / 2 * tall + m];
     pair = u % 2 ? pair | unit << 16 : unit;
   }
+  // A weight times its value's scale is rounded; the sum of the weights adds the weight itself. The difference is at most
+  // half of the rounding of the largest number of a value to int8.
   static V store_weights(char* p, int lane, V e) { return Dotted::store_weights(p, lane, e); }
 };
 #endif

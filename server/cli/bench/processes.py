@@ -20,7 +20,7 @@ from ..commands import Failure
 POLL_S = 0.01
 STOP_S = 40.0  # more than a Pequod drains by default
 # A server that takes less than this share of a core has done what it does without requests, such as taking memory.
-QUIET_SHARE, QUIET_S, QUIET_LIMIT_S = 0.2, 0.5, 30.0
+QUIET_SHARE, QUIET_S, QUIET_LIMIT_S = 0.1, 0.5, 30.0
 LOG_LINES = 5  # of a dead server's log, for the error
 
 

@@ -17,11 +17,11 @@ def child():
 
 
 async def test_a_server_is_quiet_when_it_has_done_what_it_does_without_requests(child, monkeypatch):
-    used = [0.0, 0.01, 0.015, 0.016, 0.016]  # in intervals of 10 ms: all of a core, half of it, a tenth
+    used = [0.0, 0.01, 0.015, 0.0155, 0.0155]  # in intervals of 10 ms: all of a core, half of it, a twentieth
     monkeypatch.setattr(processes, "QUIET_S", 0.01)
     monkeypatch.setattr(processes, "cpu_seconds", lambda pid: used.pop(0))
     await child.quiet()
-    assert used == [0.016]
+    assert used == [0.0155]
 
 
 async def test_a_server_that_is_never_quiet_is_measured_all_the_same(child, monkeypatch):
