@@ -122,6 +122,7 @@ class Child:
 
 @pytest.fixture
 def start():
+    usual = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also if the tests run under `nohup`
     children = []
 
     def run(case: str) -> Child:
@@ -129,6 +130,7 @@ def start():
         return children[-1]
 
     yield run
+    signal.signal(signal.SIGHUP, usual)
     for child in children:
         child.process.kill()
         child.process.communicate()
