@@ -66,8 +66,6 @@ def _in_turn(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[int]:
     """Yield the first page of each tensor, then the second of each, and so on."""
     if os.uname().sysname != "Linux" or not tensors:
         return
-    for turn in range(limit_bytes // HUGE_BYTES // len(tensors)):
-        pages = [_pages(tensor) for tensor in tensors]
-        if not any(turn < len(each) for each in pages):
-            return
+    pages = [_pages(tensor) for tensor in tensors]
+    for turn in range(min(limit_bytes // HUGE_BYTES // len(tensors), max(map(len, pages)))):
         yield from (each[turn] for each in pages if turn < len(each))
