@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +23,7 @@ from .config import EngineConfig, check
 from .kernels.library import Choice, Kernels, settle
 from .kernels.weight_packing import compresses
 from .loop import EngineLoop, Outbox, StepOutOfMemory
+from .model_thread import ModelThread
 from .models.weights import Checkpoint
 from .runner import cuda_graphs
 from .runner.runner import Runner, _guarded
@@ -98,11 +98,11 @@ class Built(NamedTuple):
 
 
 async def assemble(
-    config: EngineConfig, outbox: Outbox, model_thread: ThreadPoolExecutor, progress: models.Progress, *, again: bool
+    config: EngineConfig, outbox: Outbox, model_thread: ModelThread, progress: models.Progress, *, again: bool
 ) -> tuple[EngineLoop, EngineInfo]:
     """Build an engine and its loop. Loading and `progress` run on the model thread. See `load` for `again`."""
     loop = asyncio.get_running_loop()
-    described = await loop.run_in_executor(model_thread, describe, config)
+    described = await model_thread.call(describe, config)
     config = replace(config, revision=described.folder.revision or config.revision)
     has_weights = asyncio.Event()
 
@@ -111,7 +111,7 @@ async def assemble(
         if share:
             loop.call_soon_threadsafe(has_weights.set)
 
-    loading = loop.run_in_executor(model_thread, partial(load, described, report, again=again))
+    loading = model_thread.call(partial(load, described, report, again=again))
     loading.add_done_callback(lambda _: has_weights.set())
     # Reading a vocabulary holds the GIL, which loading needs least while weights are read.
     await has_weights.wait()

@@ -11,7 +11,6 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,6 +19,7 @@ from msgspec.structs import replace
 from . import types
 from .config import EngineConfig, check
 from .loop import EngineLoop
+from .model_thread import ModelThread
 from .types import EngineDied, EngineError, EngineInfo, EngineRequest, RequestStats, StepStats, TokenDelta
 
 
@@ -234,7 +234,7 @@ class LocalEngine(Client):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self.config = check(config)
-        self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._model_thread = ModelThread()
         self._loop: EngineLoop | None = None
 
     async def __aenter__(self) -> LocalEngine:
@@ -282,7 +282,7 @@ class LocalEngine(Client):
 
     async def close(self) -> None:
         await super().close()
-        await asyncio.get_running_loop().run_in_executor(None, self._model_thread.shutdown)
+        await self._model_thread.close()
 
 
 class _LocalOutbox:

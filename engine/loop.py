@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from .batch import Batch, Masks, StepResult
 from .grammar import GrammarError, GrammarsBusy
+from .model_thread import ModelThread
 from .scheduler import Scheduler
 from .types import EngineRequest, ErrorCode, StepStats, TokenDelta
 
@@ -76,7 +76,7 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: Runner,
         outbox: Outbox,
-        model_thread: ThreadPoolExecutor,
+        model_thread: ModelThread,
         grammars: Grammars | None = None,
         *,
         when_idle: Callable[[], bool] | None = None,
@@ -121,7 +121,7 @@ class EngineLoop:
             await self._idle()
             return
         flight = None if batch is None else self._begin(batch, time.perf_counter() - began)
-        turn = self._on_model_thread(self._turn, flight, before)
+        turn = self.model_thread.call(self._turn, flight, before)
         if before is not None:
             self._collect(before, await turn)
         if flight is not None and before is not None and flight.step is None:
@@ -138,7 +138,7 @@ class EngineLoop:
     async def _finish(self, flight: Flight, turn: asyncio.Future[StepResult | None]) -> None:
         """Sample the rows with a grammar; then collect the step, or leave it in flight."""
         if flight.grammar_rows:  # the masks depend on the tokens of the step before, which has been collected
-            turn = self._on_model_thread(self._sample, flight, self._masks(flight))
+            turn = self.model_thread.call(self._sample, flight, self._masks(flight))
         result = await turn
         if flight.step is None:
             self._abandon(flight)
@@ -146,12 +146,6 @@ class EngineLoop:
             self._flight = flight
         else:
             self._collect(flight, result)
-
-    def _on_model_thread(
-        self, work: Callable[..., StepResult | None], *args: object
-    ) -> asyncio.Future[StepResult | None]:
-        """Queue a call, after those that were queued before."""
-        return asyncio.get_running_loop().run_in_executor(self.model_thread, work, *args)
 
     def _turn(self, flight: Flight | None, before: Flight | None) -> StepResult | None:
         """Launch a step. Return the result of the one before it, or of the same one if it can be collected now."""
@@ -222,7 +216,7 @@ class EngineLoop:
             raise AssertionError(f"{pool.num_held} blocks are held and no sequence runs")
         self._wakeup.clear()
         while self._when_idle is not None and not await self._woken(QUIET_S):
-            if not await asyncio.get_running_loop().run_in_executor(self.model_thread, self._when_idle):
+            if not await self.model_thread.call(self._when_idle):
                 self._when_idle = None
         await self._wakeup.wait()
 

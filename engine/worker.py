@@ -13,11 +13,11 @@ import signal
 import socket
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
 from . import channel, types
 from .loop import EngineLoop
+from .model_thread import ModelThread
 from .process import begin_child
 from .types import EngineError, StepStats, TokenDelta
 
@@ -44,14 +44,14 @@ class _Outbox:
 class _Worker:
     def __init__(self, pipe: channel.Channel) -> None:
         self.pipe = pipe
-        self.model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self.model_thread = ModelThread()
         self.loop: EngineLoop | None = None
         self.share = 0.0
 
     async def main(self) -> int:
         gc.disable()  # imports and loading leave no garbage; collections took a tenth of the start
         # Importing torch takes over a second, and does not depend on the config.
-        self.imported = self.model_thread.submit(import_module, "engine.build")
+        self.imported = self.model_thread.call(import_module, "engine.build")
         load = await self.pipe.receive()
         if load is None:
             return 0  # the server died before it sent a config
@@ -76,7 +76,12 @@ class _Worker:
         return 0
 
     async def _engine(self, load: channel.Load) -> None:
-        await asyncio.get_running_loop().run_in_executor(self.model_thread, self._prepare, load)
+        await self.imported  # importing again after a failure would raise another error
+        for name, value in load.environment.items():  # not during the import, when libraries read it
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         from .build import assemble
 
         outbox = _Outbox(self.pipe)
@@ -87,15 +92,6 @@ class _Worker:
         self.loop = engine
         self.pipe.send(channel.Ready(info, engine.scheduler.config))
         await engine.run()
-
-    def _prepare(self, load: channel.Load) -> None:
-        """Wait for the imports, then set the environment. Runs on the model thread."""
-        self.imported.result()  # done; importing again after a failure would raise another error
-        for name, value in load.environment.items():  # not during the import, when libraries read it
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
     def _progress(self, share: float) -> None:
         self.share = share

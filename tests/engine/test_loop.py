@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,6 +9,7 @@ from engine import loop
 from engine.batch import Batch, Sampled, StepResult
 from engine.config import EngineConfig
 from engine.loop import EngineLoop, StepOutOfMemory
+from engine.model_thread import ModelThread
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest, SamplingParams
 from tests.live import WAIT_S
@@ -78,9 +78,8 @@ class Bench:
             model="t", max_len=64, max_seqs=4, max_batched_tokens=16, block_size=4, debug=True, **config
         )
         self.scheduler = Scheduler(settings, num_blocks=16, vocab_size=100)
-        self.loop = EngineLoop(
-            self.scheduler, self.runner, self.outbox, ThreadPoolExecutor(1, "model"), when_idle=when_idle
-        )
+        self.model_thread = ModelThread()
+        self.loop = EngineLoop(self.scheduler, self.runner, self.outbox, self.model_thread, when_idle=when_idle)
 
     def add(self, request_id: int, prompt=(1, 2), max_tokens: int = 2) -> None:
         self.loop.add(EngineRequest(id=request_id, prompt_ids=prompt, params=SamplingParams(max_tokens=max_tokens)))
@@ -92,6 +91,7 @@ class Bench:
     async def __aexit__(self, *_) -> None:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
+        await self.model_thread.close()
 
     async def end(self) -> None:
         await asyncio.wait_for(self.outbox.ended.wait(), WAIT_S)
@@ -103,7 +103,7 @@ async def test_a_request_is_announced_before_its_first_step_and_ends_once():
         bench.add(1)
         await bench.end()
         assert bench.outbox.events == [("started", 1), (1, None, 9), (1, "length", 9)]
-        assert bench.runner.threads == {"model_0"}
+        assert bench.runner.threads == {"model"}
         assert bench.outbox.stats.seconds.keys() >= {"schedule", "forward", "publish"}
 
 
@@ -151,7 +151,7 @@ async def test_what_can_wait_is_done_on_the_model_thread_when_there_is_no_work(m
         bench.add(2)
         await bench.end()
         await asyncio.sleep(0.05)
-        assert calls == ["model_0"] * 3, "it is not called again when it has done all"
+        assert calls == ["model"] * 3, "it is not called again when it has done all"
 
 
 async def test_out_of_memory_fails_one_request_and_the_loop_goes_on():

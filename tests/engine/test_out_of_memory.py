@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from engine.batch import Batch, Masks, StepResult
 from engine.config import EngineConfig, resolve
 from engine.loop import EngineLoop
 from engine.loop import Step as LoopStep
+from engine.model_thread import ModelThread
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest, SamplingParams
@@ -109,24 +109,25 @@ async def run(model: Any, config: EngineConfig, fails_at: int | None = None) -> 
     """Serve REQUESTS at once, then LATER, with memory that runs out once."""
     memory, outbox = Memory(fails_at), Told()
     scheduler = Scheduler(config, num_blocks=16, vocab_size=model.spec.vocab_size)
-    with ThreadPoolExecutor(1, "model") as thread:
-        loop = EngineLoop(scheduler, Tight(Runner(model, config, 16), memory), outbox, thread)
-        task = asyncio.create_task(loop.run())
-        try:
-            for requests in (REQUESTS, [LATER]):
-                for request in requests:
-                    loop.add(request)
-                async with asyncio.timeout(WAIT_S):
-                    while not all(request.id in outbox.ends for request in requests):
-                        outbox.ended.clear()
-                        wait = asyncio.ensure_future(outbox.ended.wait())
-                        await asyncio.wait({wait, task}, return_when=asyncio.FIRST_COMPLETED)
-                        wait.cancel()
-                        if task.done():
-                            task.result()  # raises what has ended the loop
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    thread = ModelThread()
+    loop = EngineLoop(scheduler, Tight(Runner(model, config, 16), memory), outbox, thread)
+    task = asyncio.create_task(loop.run())
+    try:
+        for requests in (REQUESTS, [LATER]):
+            for request in requests:
+                loop.add(request)
+            async with asyncio.timeout(WAIT_S):
+                while not all(request.id in outbox.ends for request in requests):
+                    outbox.ended.clear()
+                    wait = asyncio.ensure_future(outbox.ended.wait())
+                    await asyncio.wait({wait, task}, return_when=asyncio.FIRST_COMPLETED)
+                    wait.cancel()
+                    if task.done():
+                        task.result()  # raises what has ended the loop
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await thread.close()
     assert scheduler.is_idle and scheduler.pool.num_held == 0
     return outbox, memory
 

@@ -13,7 +13,6 @@ import statistics
 import time
 import types
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from engine.cache_groups import CacheGroups
 from engine.config import resolve
 from engine.kernels.library import Choice, settle
 from engine.loop import EngineLoop
+from engine.model_thread import ModelThread
 from engine.models import Forward, Outputs
 from engine.runner import Runner
 from engine.scheduler import Scheduler
@@ -117,21 +117,22 @@ class Cost:
 
     async def run(self) -> None:
         """Run all requests to their ends."""
-        with ThreadPoolExecutor(1) as model_thread:
-            loop = EngineLoop(self.scheduler, self, self, model_thread)
-            for part, owner, name in (
-                ("schedule", self.scheduler, "schedule"),
-                ("update", self.scheduler, "update"),
-                ("publish", loop, "_publish"),
-            ):
-                setattr(owner, name, partial(self.timed, part, getattr(owner, name)))
-            gc.collect()
-            gc.freeze()  # as the worker does
-            task = asyncio.create_task(loop.run())
-            await self.is_done.wait()
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        model_thread = ModelThread()
+        loop = EngineLoop(self.scheduler, self, self, model_thread)
+        for part, owner, name in (
+            ("schedule", self.scheduler, "schedule"),
+            ("update", self.scheduler, "update"),
+            ("publish", loop, "_publish"),
+        ):
+            setattr(owner, name, partial(self.timed, part, getattr(owner, name)))
+        gc.collect()
+        gc.freeze()  # as the worker does
+        task = asyncio.create_task(loop.run())
+        await self.is_done.wait()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await model_thread.close()
 
 
 def measure(rows: int, depth: int, steps: int = 300) -> dict[str, float]:

@@ -22,6 +22,7 @@ from engine.batch import Batch, Row, RowError, Sampled, StepResult
 from engine.cache_groups import CacheGroups
 from engine.fair_lock import FairLock
 from engine.loop import EngineLoop, StepOutOfMemory
+from engine.model_thread import ModelThread
 from engine.scheduler import Scheduler
 from engine.service import OUTPUT_COST
 from tests.fakes import INFO
@@ -167,7 +168,7 @@ class Process:
                 self.worker.thread.hangs = True
 
 
-class Thread:
+class Thread(ModelThread):
     """The model thread: a call takes its time, after those before it, and never returns where the thread hangs."""
 
     def __init__(self, world: World) -> None:
@@ -175,10 +176,12 @@ class Thread:
         self.hangs = False
         self._free_at = 0.0
 
-    def run(self, future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def call(self, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         loop = self.world.loop
+        future = loop.create_future()
         self._free_at = max(loop.now, self._free_at) + self.world.duration(self.world.plan.step_s)
         loop.call_at(self._free_at, self._finish, future, func, args)
+        return future
 
     def _finish(self, future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if future.done() or self.hangs:  # the process has ended

@@ -1,0 +1,73 @@
+"""ModelThread: calls run one after another, and what becomes of their results."""
+
+import asyncio
+import gc
+import threading
+import weakref
+
+import pytest
+
+from engine.model_thread import ModelThread
+from tests.live import WAIT_S
+
+
+class Result:
+    """What a call returns: a weak reference tells whether it is still held."""
+
+
+@pytest.fixture
+async def thread():
+    thread = ModelThread()
+    yield thread
+    await asyncio.wait_for(thread.close(), WAIT_S)
+
+
+async def test_calls_run_in_the_order_in_which_they_were_queued_and_on_one_thread(thread):
+    names: list[str] = []
+    calls = [
+        thread.call(lambda number: (names.append(threading.current_thread().name), number)[1], n) for n in range(9)
+    ]
+    assert await asyncio.gather(*calls) == list(range(9))
+    assert set(names) == {"model"}
+
+
+async def test_the_caller_gets_what_a_call_raises_and_the_next_one_runs(thread):
+    with pytest.raises(ZeroDivisionError):
+        await thread.call(lambda: 1 / 0)
+    assert await thread.call(lambda: "next") == "next"
+
+
+async def test_a_call_whose_caller_was_cancelled_still_ends_before_the_next_one(thread):
+    go, ended = threading.Event(), []
+    waiting = thread.call(lambda: (go.wait(WAIT_S), ended.append(1)))
+    waiting.cancel()
+    after = thread.call(lambda: list(ended))
+    go.set()
+    assert await after == [1]
+
+
+async def test_nothing_of_a_call_is_kept_while_the_thread_waits(thread):
+    argument = Result()
+    kept = [weakref.ref(argument)]
+    result = await thread.call(lambda _: Result(), argument)
+    kept.append(weakref.ref(result))
+    del argument, result
+    await thread.call(lambda: None)
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+
+
+def test_the_thread_outlives_an_event_loop_that_was_closed_during_a_call():
+    thread, go = ModelThread(), threading.Event()
+
+    async def leave() -> None:
+        thread.call(go.wait, WAIT_S)
+
+    async def answer() -> int:
+        result = await asyncio.wait_for(thread.call(lambda: 1), WAIT_S)
+        await thread.close()
+        return result
+
+    asyncio.run(leave())
+    go.set()
+    assert asyncio.run(answer()) == 1
