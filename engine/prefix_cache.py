@@ -9,6 +9,7 @@ Each of the CacheGroups has its own blocks, of which one with a window has those
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Ids
@@ -17,6 +18,8 @@ from .blocks import BlockPool
 from .cache_groups import CacheGroups
 from .sequence import Sequence
 from .types import EngineRequest
+
+NEVER = sys.maxsize
 
 
 def extras(request: EngineRequest, index: int) -> tuple[str, ...]:
@@ -34,7 +37,7 @@ def chain(parent: bytes, token_ids: Ids[int], extras: tuple[str, ...] = ()) -> b
 
 
 class PrefixCache:
-    """Owner of the blocks of all sequences: their `block_ids`, `capacity`, `num_freed`, `hashes`, `num_published`."""
+    """Owner of the blocks of all sequences: their fields from `block_ids` to `publish_at`."""
 
     def __init__(
         self,
@@ -187,9 +190,10 @@ class PrefixCache:
 
         The step that filled them has been collected.
         """
-        num_full = seq.num_computed // seq.block_size
-        if num_full != seq.num_published and self.is_enabled:
-            self._publish(seq, num_full)
+        seq.publish_at = NEVER
+        if self.is_enabled:
+            self._publish(seq, seq.num_computed // seq.block_size)
+            seq.publish_at = (seq.num_published + 1) * seq.block_size
         if self._has_groups:
             self._free_unseen(seq)
 
@@ -211,6 +215,8 @@ class PrefixCache:
                 seq.num_freed[number] = first
                 indices = (index * self._num_groups for index in range(freed, first))
                 self.pool.release([seq.block_ids[index + group] for index in indices for group in groups])
+            window, _ = self._windows[number]
+            seq.publish_at = min(seq.publish_at, (seq.num_freed[number] + 1) * seq.block_size + window - 1)
 
     def _held(self, seq: Sequence) -> list[int]:
         """Return the blocks of a sequence that are not freed, in its order."""
@@ -238,7 +244,7 @@ class PrefixCache:
         for block_hash in seq.hashes[seq.num_published :]:
             if self._filling.get(block_hash) == seq.id:
                 del self._filling[block_hash]
-        seq.num_published = 0
+        seq.num_published = seq.publish_at = 0
 
     def collected(self, step: int) -> None:
         """Release the blocks that were held until a step was collected."""
@@ -248,6 +254,11 @@ class PrefixCache:
     def check(self, running: Iterable[Sequence]) -> None:
         """Raise AssertionError if the blocks of the running sequences do not add up."""
         self.pool.check()
+        running = list(running)
+        for seq in running:
+            assert not self.is_enabled or seq.num_published == seq.num_computed // seq.block_size, "a block is hidden"
+            firsts = [first for _, first in self._firsts(seq.num_computed, seq.block_size)]
+            assert seq.num_freed == firsts, "a block before a window is held"
         held = {block for seq in running for block in self._held(seq)}
         held.update(block for leavers in self._leaving.values() for blocks in leavers for block in blocks)
         assert len(held) == self.pool.num_held, "blocks are held by no sequence"

@@ -334,7 +334,8 @@ class Scheduler:
             if seq.status is ENDED:  # after this step was launched
                 continue
             seq.num_computed += len(row.token_ids)
-            self.cache.publish(seq)
+            if seq.num_computed >= seq.publish_at:
+                self.cache.publish(seq)
             if row.scored:
                 seq.add_scores(row, result.prompt_logprobs.get(index, []))
             if seq.num_computed < len(seq.tokens) and row.is_sampled:  # a grammar has forced this token meanwhile
