@@ -1,4 +1,5 @@
-// The computation of some queries by one tile of keys and values, and merging the results.
+// The computation of some queries by one tile of keys and values, and merging the results: what all variants share, and
+// products by vectors. attention_amx.h has those by the processor's tiles.
 //
 // Order. A query is summed by absolute position: online softmax over tiles of 64 keys, in splits of 1024 keys that are
 // merged from the first to the last. A key that the query does not see has a weight of exactly 0, and an unchanged
@@ -18,8 +19,9 @@ struct Tile {
   int pages;
 };
 
+// Tasks on a cache: where a tile is, and what its scores do to a query's state.
 template <class Kind>
-struct Tiles : Tasks {
+struct PagedTasks : Tasks {
   typedef typename Kind::Number Number;
   typedef typename Kind::Held Held;
   typedef Pages<Number, Held> Cache;
@@ -27,7 +29,8 @@ struct Tiles : Tasks {
 
   const Cache cache;
 
-  Tiles(const Call& call, const Cache& cache) : Tasks(call, cache.padded), cache(cache) {}
+  PagedTasks(const Call& call, void* cache, Grouping grouping)
+      : Tasks(call, Cache(call, cache).padded, grouping), cache(call, cache) {}
 
   // -- pages ----------------------------------------------------------------------------------------------------------
 
@@ -48,25 +51,6 @@ struct Tiles : Tasks {
   }
 
   int first_page(const Task& task, int64_t at) const { return (int)max(0, (first_seen(position(task)) - at) / PAGE); }
-
-  // A tile that is ready for use: stale data cannot affect the result.
-  Tile fetch(const Task& task, int64_t head, int64_t at, char* cells) const {
-    if (!cache.packed) return gather(task, head, at, cells);
-    Tile tile = locate(task, head, at);
-    const int64_t keys = end(task) - at - (tile.pages - 1) * PAGE;
-    if (!Cache::SCALED && keys < PAGE) {  // stale int8 values are finite, and `weigh` ignores stale scales
-      // Stale values may be NaN, and 0 * NaN is NaN, so copy the values and pad them with zeros. Stale keys do no harm:
-      // their scores are ignored.
-      const char* from = tile.v[tile.pages - 1];
-      const int64_t row_bytes = padded * 4, whole = keys / PER_UNIT;
-      memcpy(cells, from, (size_t)(whole * row_bytes));
-      memset(cells + whole * row_bytes, 0, (size_t)(cache.value_cell() - whole * row_bytes));
-      if (keys % PER_UNIT)
-        for (int64_t d = 0, rest = whole * row_bytes; d < padded; ++d) memcpy(cells + rest + 4 * d, from + rest + 4 * d, 2);
-      for (int j = first_page(task, at) == tile.pages - 1 ? 0 : tile.pages - 1; j < tile.pages; ++j) tile.v[j] = cells;
-    }
-    return tile;
-  }
 
   // A tile of the plain layout, copied into cells.
   Tile gather(const Task& task, int64_t head, int64_t at, char* cells) const {
@@ -89,53 +73,7 @@ struct Tiles : Tasks {
     return tile;
   }
 
-  // -- M queries by one tile ------------------------------------------------------------------------------------------
-
-  // `positions`: the queries' positions, ascending; each sees the keys up to its own. Prefetches `next` unless it is
-  // null.
-  template <int M>
-  void step(const char* x, char* states, const int64_t* positions, int64_t at, const Tile& tile, const Tile* next) const {
-    float scores[M][TILE], alpha[M];
-    char weights[M * TILE / PER_UNIT * Kind::X_BYTES] __attribute__((aligned(64)));
-    const int pages = (int)min(tile.pages, (positions[M - 1] - at) / PAGE + 1), vectors = pages * PAGE / LANES;
-    int done = 0;
-    for (; done + WIDE <= vectors; done += WIDE) multiply<M, WIDE>(x, scores, done, tile, next);
-    for (; done < vectors; ++done) multiply<M, 1>(x, scores, done, tile, next);
-    if (next)
-      for (int j = 0; j < PAGES; ++j) {  // prefetch what the matmuls below do not
-        for (int64_t at = j < pages ? cache.key_cell() : 0; at < cache.value_at(); at += 64) {
-          __builtin_prefetch(next->k[j] + at, 0, 2);
-          __builtin_prefetch(next->v[j] + at, 0, 2);
-        }
-      }
-    for (int m = 0; m < M; ++m)
-      alpha[m] = weigh(scores[m], weights + m * (TILE / PER_UNIT * Kind::X_BYTES), state(states, m), vectors, tile,
-                       first_seen(positions[m]) - at, positions[m] + 1 - at);
-    int64_t d = 0;
-    for (; d + WIDE * LANES <= padded; d += WIDE * LANES) mix<M, WIDE>(weights, alpha, states, d, tile, pages, next);
-    for (; d < padded; d += LANES) mix<M, 1>(weights, alpha, states, d, tile, pages, next);
-  }
-
-  // Scores of the tile's vectors [first, first + J).
-  template <int M, int J>
-  INLINE void multiply(const char* x, float (&scores)[M][TILE], int first, const Tile& tile, const Tile* next) const {
-    V sum[M][J];
-    const char *w[J], *ahead[J];
-    UNROLLED for (int j = 0; j < J; ++j) {
-      const int page = (first + j) * LANES / PAGE, in_page = (first + j) * LANES % PAGE * UNIT;
-      w[j] = tile.k[page] + in_page;
-      ahead[j] = next ? next->k[page] + in_page : nullptr;
-      UNROLLED for (int m = 0; m < M; ++m) sum[m][j] = zero();
-    }
-    accumulate<Kind, 1, M, PAGE / LANES>(sum, x, M * Kind::X_BYTES, w, PAGE * UNIT, cache.units, next ? ahead : nullptr);
-    if (Cache::SCALED)
-      UNROLLED for (int j = 0; j < J; ++j) {
-        const V scale = load(scales(tile.k, cache.key_cell(), (first + j) * LANES));
-        UNROLLED for (int m = 0; m < M; ++m) sum[m][j] = mul(sum[m][j], scale);
-      }
-    UNROLLED for (int m = 0; m < M; ++m)
-      UNROLLED for (int j = 0; j < J; ++j) store(scores[m] + (first + j) * LANES, sum[m][j]);
-  }
+  // -- scores and states ----------------------------------------------------------------------------------------------
 
   // The scales of keys or values, from token t of a tile on.
   static const float* scales(const char* const (&cells)[PAGES], int64_t cell, int t) {
@@ -189,6 +127,117 @@ struct Tiles : Tasks {
     return alpha;
   }
 
+  // Merge state b into a, whose positions precede those of b.
+  void merge(float* a, const float* b) const {
+    float &maximum = a[padded + LANES], other = b[padded + LANES], before = maximum;
+    maximum = before < other ? other : before;
+    const float base = maximum == -INFINITY ? 0.0f : maximum;
+    const V left = set1(exponential2(before - base)), right = set1(exponential2(other - base));
+    for (int64_t i = 0; i < padded + LANES; i += LANES) store(a + i, fma(load(b + i), right, mul(load(a + i), left)));
+  }
+};
+
+// Products by vectors, of up to TALL queries at a time.
+template <class Kind>
+struct Vectors : PagedTasks<Kind> {
+  typedef PagedTasks<Kind> Base;
+  typedef typename Base::Cache Cache;
+  typedef typename Base::Number Number;
+  using Base::UNIT, Base::PER_UNIT;
+  using Base::call, Base::cache, Base::padded;
+  using Base::state, Base::state_bytes, Base::end, Base::first_seen, Base::first_page, Base::locate, Base::gather;
+  using Base::scales, Base::weigh;
+  static const int TALL = 6;
+
+  Vectors(const Call& call, void* cache) : Base(call, cache, {TALL, 3, 1}) {}
+
+  int64_t query_bytes() const { return ceil_div(cache.units, Kind::AT_ONCE) * Kind::AT_ONCE * Kind::X_BYTES; }
+  int64_t cell_bytes() const { return PAGES * cache.page(); }  // of a thread's cells
+  static void begin(int64_t) {}
+  static void end_task() {}
+
+  // Copy query m of a group of `tall`; the group is [unit][query].
+  void load_query(const Number* from, char* x, int64_t m, int64_t tall) const {
+    const int64_t whole = call.head_dim / PER_UNIT;
+    uint32_t unit = 0;
+    for (int64_t u = 0; u < whole; ++u) {
+      memcpy(&unit, from + u * PER_UNIT, PER_UNIT * sizeof(Number));
+      Kind::put(x, u, m, tall, unit);
+    }
+    if (whole < cache.units) {
+      unit = 0;
+      memcpy(&unit, from + whole * PER_UNIT, sizeof(Number));
+      Kind::put(x, whole, m, tall, unit);
+    }
+  }
+
+  // A tile that is ready for use: stale data cannot affect the result.
+  Tile fetch(const Task& task, int64_t head, int64_t at, char* cells, const Tile*) const {
+    if (!cache.packed) return gather(task, head, at, cells);
+    Tile tile = locate(task, head, at);
+    const int64_t keys = end(task) - at - (tile.pages - 1) * PAGE;
+    if (!Cache::SCALED && keys < PAGE) {  // stale int8 values are finite, and `weigh` ignores stale scales
+      // Stale values may be NaN, and 0 * NaN is NaN, so copy the values and pad them with zeros. Stale keys do no harm:
+      // their scores are ignored.
+      const char* from = tile.v[tile.pages - 1];
+      const int64_t row_bytes = padded * 4, whole = keys / PER_UNIT;
+      memcpy(cells, from, (size_t)(whole * row_bytes));
+      memset(cells + whole * row_bytes, 0, (size_t)(cache.value_cell() - whole * row_bytes));
+      if (keys % PER_UNIT)
+        for (int64_t d = 0, rest = whole * row_bytes; d < padded; ++d) memcpy(cells + rest + 4 * d, from + rest + 4 * d, 2);
+      for (int j = first_page(task, at) == tile.pages - 1 ? 0 : tile.pages - 1; j < tile.pages; ++j) tile.v[j] = cells;
+    }
+    return tile;
+  }
+
+  // -- M queries by one tile ------------------------------------------------------------------------------------------
+
+  // `positions`: the queries' positions, ascending; each sees the keys up to its own. Prefetches `next` unless it is
+  // null.
+  template <int M>
+  void step(const char* x, char* states, const int64_t* positions, int64_t at, const Tile& tile, const Tile* next) const {
+    float scores[M][TILE], alpha[M];
+    char weights[M * TILE / PER_UNIT * Kind::X_BYTES] __attribute__((aligned(64)));
+    const int pages = (int)min(tile.pages, (positions[M - 1] - at) / PAGE + 1), vectors = pages * PAGE / LANES;
+    int done = 0;
+    for (; done + WIDE <= vectors; done += WIDE) multiply<M, WIDE>(x, scores, done, tile, next);
+    for (; done < vectors; ++done) multiply<M, 1>(x, scores, done, tile, next);
+    if (next)
+      for (int j = 0; j < PAGES; ++j) {  // prefetch what the matmuls below do not
+        for (int64_t at = j < pages ? cache.key_cell() : 0; at < cache.value_at(); at += 64) {
+          __builtin_prefetch(next->k[j] + at, 0, 2);
+          __builtin_prefetch(next->v[j] + at, 0, 2);
+        }
+      }
+    for (int m = 0; m < M; ++m)
+      alpha[m] = weigh(scores[m], weights + m * (TILE / PER_UNIT * Kind::X_BYTES), state(states, m), vectors, tile,
+                       first_seen(positions[m]) - at, positions[m] + 1 - at);
+    int64_t d = 0;
+    for (; d + WIDE * LANES <= padded; d += WIDE * LANES) mix<M, WIDE>(weights, alpha, states, d, tile, pages, next);
+    for (; d < padded; d += LANES) mix<M, 1>(weights, alpha, states, d, tile, pages, next);
+  }
+
+  // Scores of the tile's vectors [first, first + J).
+  template <int M, int J>
+  INLINE void multiply(const char* x, float (&scores)[M][TILE], int first, const Tile& tile, const Tile* next) const {
+    V sum[M][J];
+    const char *w[J], *ahead[J];
+    UNROLLED for (int j = 0; j < J; ++j) {
+      const int page = (first + j) * LANES / PAGE, in_page = (first + j) * LANES % PAGE * UNIT;
+      w[j] = tile.k[page] + in_page;
+      ahead[j] = next ? next->k[page] + in_page : nullptr;
+      UNROLLED for (int m = 0; m < M; ++m) sum[m][j] = zero();
+    }
+    accumulate<Kind, 1, M, PAGE / LANES>(sum, x, M * Kind::X_BYTES, w, PAGE * UNIT, cache.units, next ? ahead : nullptr);
+    if (Cache::SCALED)
+      UNROLLED for (int j = 0; j < J; ++j) {
+        const V scale = load(scales(tile.k, cache.key_cell(), (first + j) * LANES));
+        UNROLLED for (int m = 0; m < M; ++m) sum[m][j] = mul(sum[m][j], scale);
+      }
+    UNROLLED for (int m = 0; m < M; ++m)
+      UNROLLED for (int j = 0; j < J; ++j) store(scores[m] + (first + j) * LANES, sum[m][j]);
+  }
+
   // Rescale the sums of J vectors from dimension d on, and add the weighted values.
   template <int M, int J>
   INLINE void mix(const char* weights, const float* alpha, char* states, int64_t d, const Tile& tile, int pages,
@@ -222,15 +271,6 @@ struct Tiles : Tasks {
       case 5: return step<5>(x, states, positions, at, tile, next);
       case 6: return step<6>(x, states, positions, at, tile, next);
     }
-  }
-
-  // Merge state b into a, whose positions precede those of b.
-  void merge(float* a, const float* b) const {
-    float &maximum = a[padded + LANES], other = b[padded + LANES], before = maximum;
-    maximum = before < other ? other : before;
-    const float base = maximum == -INFINITY ? 0.0f : maximum;
-    const V left = set1(exponential2(before - base)), right = set1(exponential2(other - base));
-    for (int64_t i = 0; i < padded + LANES; i += LANES) store(a + i, fma(load(b + i), right, mul(load(a + i), left)));
   }
 };
 
