@@ -90,7 +90,7 @@ struct PagedTasks : Tasks {
     const bool edge = begin > 0 || end < TILE;
     const V first = set1((float)max(begin, 0)), last = set1((float)min(end, TILE));
     V x[VECTORS], top = set1(before);
-    for (int j = 0; j < VECTORS; ++j) {
+    UNROLLED for (int j = 0; j < VECTORS; ++j) {
       x[j] = set1(-INFINITY);
       if (j >= vectors) continue;
       const V score = load(scores + j * LANES);
@@ -109,7 +109,7 @@ struct PagedTasks : Tasks {
     const float base = maximum == -INFINITY ? 0.0f : maximum;
     const float alpha = before == base ? 1.0f : exponential2(before - base);
     V sum = mul(load(state + padded), set1(alpha));
-    for (int j = 0; j < VECTORS; ++j) {
+    UNROLLED for (int j = 0; j < VECTORS; ++j) {
       const V e = exponential2(add(x[j], set1(-base)));
       if (Cache::SCALED) {
         V scale = j < vectors ? load(scales(tile.v, cache.value_cell(), j * LANES)) : zero();

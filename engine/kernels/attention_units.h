@@ -58,22 +58,11 @@ struct Widened {
   static V store_weights(char* p, int lane, V e) { return Floats::store_weights(p, lane, e); }
 };
 
-// Pairs of bfloat16, of which an instruction adds both products.
-struct Pairs {
+#if defined(HAS_DOT)
+struct Dotted {
   typedef uint16_t Number;
   typedef Number Held;
   static const int X_BYTES = 4, AT_ONCE = 1;
-  static void put(char* x, int64_t u, int64_t m, int64_t tall, uint32_t unit) { Floats::put(x, u, m, tall, unit); }
-  // The weights' sum adds the rounded weights, so that they still sum to 1.
-  static V store_weights(char* p, int lane, V e) {
-    const U halves = to_bf16_units(e);
-    store_halves((uint16_t*)p + lane, halves);
-    return lower(halves);
-  }
-};
-
-#if defined(HAS_DOT)
-struct Dotted : Pairs {
   template <int A, int B, int M, int J>
   static INLINE void step(V (&sum)[M][J], const char* x, const char* const (&w)[J], int64_t at, int64_t) {
     U b[J];
@@ -84,6 +73,13 @@ struct Dotted : Pairs {
       const U a = set1_units(pair);
       UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = dot(sum[m][j], a, b[j]);
     }
+  }
+  static void put(char* x, int64_t u, int64_t m, int64_t tall, uint32_t unit) { Floats::put(x, u, m, tall, unit); }
+  // The weights' sum adds the rounded weights, so that they still sum to 1.
+  static V store_weights(char* p, int lane, V e) {
+    const U halves = to_bf16_units(e);
+    store_halves((uint16_t*)p + lane, halves);
+    return lower(halves);
   }
 };
 typedef Dotted Halves;
