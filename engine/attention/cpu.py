@@ -23,9 +23,9 @@ from .cache_memory import request_huge_pages
 from .layer import AttentionLayer
 from .metadata import FIRST, AttentionMeta, Place, Tables
 
-# As in attention_tasks.h: keys of a split, keys of a tile, maximum queries of a task; and the maximum number of floats
-# beside a query's sums.
-SPLIT, TILE, TASK_QUERIES, SUM_PADDING = 1024, 64, 96, 48
+# As in attention_tasks.h: keys of a split, keys of a tile, maximum queries of a task, of which with AMX a multiple has
+# memory; and the maximum number of floats beside a query's sums.
+SPLIT, TILE, TASK_QUERIES, ROUNDED, SUM_PADDING = 1024, 64, 96, 16, 48
 
 # Of queries, keys and values: from one token to the next, and from one head to the next.
 Strides = tuple[int, int, int, int, int, int]
@@ -157,9 +157,10 @@ class Paged:
         threads = threads or os.cpu_count() or 1
 
         def of(layer: AttentionLayer) -> int:
-            of_task = max(TASK_QUERIES, layer.num_heads // layer.num_kv_heads)
+            of_task = -(-max(TASK_QUERIES, layer.num_heads // layer.num_kv_heads) // ROUNDED) * ROUNDED
             # A task is divided if it is more than a quarter of a thread's share, so there are at most four per thread.
-            shared = min(tokens * layer.num_heads, 4 * threads * of_task) * splits
+            tasks = 4 * threads
+            shared = min(tokens * layer.num_heads + tasks * (ROUNDED - 1), tasks * of_task) * splits
             # Queries with up to eight bytes per number, two sums for each, and a tile of keys and of values.
             own = threads * (4 * of_task + 2 * TILE)
             return (shared + own) * (layer.head_dim + SUM_PADDING) * 4

@@ -1,20 +1,20 @@
 // Attention over a paged cache (pages.h), for decode rows and prompt chunks in one call. attention_tasks.h divides the
-// work, and attention_tile.h computes.
-#include "attention_tile.h"
+// work; attention_tile.h computes, or attention_amx.h where there are tiles for it.
+#include "attention_amx.h"
 
 namespace {
 
 const int64_t SHORT = 1 << 13;  // new numbers up to which one thread writes faster than several
 const int64_t SMALL = 1 << 17;  // multiply-adds below which waking other threads costs more than they save
 
-template <class Kind>
-struct Attention : Tiles<Kind> {
-  typedef Tiles<Kind> Base;
+// Base: Vectors, or Registers.
+template <class Base>
+struct Attention : Base {
   typedef typename Base::Number Number;
-  using Base::PER_UNIT;
-  using Base::call, Base::cache, Base::group, Base::padded, Base::threads, Base::tasks, Base::cursors, Base::spaces;
-  using Base::state, Base::state_bytes, Base::length, Base::position, Base::end, Base::first_seen, Base::first_split;
-  using Base::fetch, Base::locate, Base::step_group, Base::merge, Base::plan;
+  using Base::call, Base::cache, Base::group, Base::grouping, Base::padded, Base::threads, Base::tasks, Base::cursors;
+  using Base::spaces, Base::state, Base::state_bytes, Base::num_states, Base::length, Base::position, Base::end;
+  using Base::first_seen, Base::first_split, Base::query_bytes, Base::cell_bytes, Base::fetch, Base::locate;
+  using Base::step_group, Base::merge, Base::plan;
 
   const Number *q, *k, *v;
   Number* out;
@@ -24,9 +24,7 @@ struct Attention : Tiles<Kind> {
 
   Attention(const Call& call, const Number* q, const Number* k, const Number* v, void* cache, Number* out,
             const float* sinks)
-      : Base(call, {call, cache}), q(q), k(k), v(v), out(out), sinks(sinks) {}
-
-  int64_t query_bytes() const { return ceil_div(cache.units, Kind::AT_ONCE) * Kind::AT_ONCE * Kind::X_BYTES; }
+      : Base(call, cache), q(q), k(k), v(v), out(out), sinks(sinks) {}
 
   // -- a task ---------------------------------------------------------------------------------------------------------
 
@@ -39,24 +37,14 @@ struct Attention : Tiles<Kind> {
     return (task.head + i / (task.count * group)) * group + i % group;
   }
 
-  // Copy the queries into groups of up to TALL queries of a KV head, each [unit][query].
+  // Copy the queries into groups of up to `tall` queries of a KV head.
   void load_queries(const Task& task, Space& space) const {
     const int64_t each = task.count * group;
     for (int64_t i = 0; i < task.heads * each; ++i) {
-      const int64_t in_head = i % each, start = in_head / TALL * TALL, tall = min(TALL, each - start);
-      char* x = space.queries + (i - in_head + start) * query_bytes();
+      const int64_t in_head = i % each, start = in_head / grouping.tall * grouping.tall;
       const Number* from = q + token(task, i) * call.q_token + head(task, i) * call.q_head;
-      const int64_t whole = call.head_dim / PER_UNIT;
-      uint32_t unit = 0;
-      for (int64_t u = 0; u < whole; ++u) {
-        memcpy(&unit, from + u * PER_UNIT, PER_UNIT * sizeof(Number));
-        Kind::put(x, u, in_head - start, tall, unit);
-      }
-      if (whole < cache.units) {
-        unit = 0;
-        memcpy(&unit, from + whole * PER_UNIT, sizeof(Number));
-        Kind::put(x, whole, in_head - start, tall, unit);
-      }
+      char* x = space.queries + (i - in_head + start) * query_bytes();
+      Base::load_query(from, x, in_head - start, min(grouping.tall, each - start));
       space.positions[i] = position(task) + in_head / group;
     }
   }
@@ -70,15 +58,15 @@ struct Attention : Tiles<Kind> {
     const int64_t each = task.count * group, count = task.heads * each;
     const int64_t last = end(task), start = first_seen(position(task)) / TILE * TILE;
     load_queries(task, space);
+    Base::begin(each);
     for (int64_t split = task.from; split < task.to; ++split) {
-      char* states = task.part ? task.part->states + (split - first_split(task)) * count * state_bytes()
+      char* states = task.part ? task.part->states + (split - first_split(task)) * num_states(task) * state_bytes()
                      : split == task.from ? space.total
                                           : space.current;
       clear(states, count);
       const int64_t stop = min((split + 1) * SPLIT, last);
       for (int64_t at = max(split * SPLIT, start); at < stop; at += TILE)
         for (int64_t h = 0; h < task.heads; ++h) {
-          const Tile tile = fetch(task, task.head + h, at, space.cells);
           Tile following;
           const Tile* next = nullptr;
           if (cache.packed) {
@@ -93,8 +81,9 @@ struct Attention : Tiles<Kind> {
               next = &following;
             }
           }
-          for (int64_t i = h * each; i < (h + 1) * each; i += TALL) {
-            const int tall = (int)min(TALL, (h + 1) * each - i);
+          const auto tile = fetch(task, task.head + h, at, space.cells, next);
+          for (int64_t i = h * each; i < (h + 1) * each; i += grouping.tall) {
+            const int tall = (int)min(grouping.tall, (h + 1) * each - i);
             const int64_t* positions = space.positions + i;
             if (positions[tall - 1] < at || first_seen(positions[0]) >= at + TILE) continue;
             step_group(tall, space.queries + i * query_bytes(), states + i * state_bytes(), positions, at, tile, next);
@@ -104,6 +93,7 @@ struct Attention : Tiles<Kind> {
       if (states == space.current)
         for (int64_t i = 0; i < count; ++i) merge(state(space.total, i), state(space.current, i));
     }
+    Base::end_task();
     if (!task.part) finish(task, space.total);
     else if (__atomic_sub_fetch(&task.part->left, 1, __ATOMIC_ACQ_REL) == 0) join(task);
   }
@@ -112,7 +102,7 @@ struct Attention : Tiles<Kind> {
     const int64_t count = task.heads * task.count * group;
     char* states = task.part->states;
     for (int64_t split = 1; split < task.part->splits; ++split)
-      for (int64_t i = 0; i < count; ++i) merge(state(states, i), state(states, split * count + i));
+      for (int64_t i = 0; i < count; ++i) merge(state(states, i), state(states, split * num_states(task) + i));
     finish(task, states);
   }
 
@@ -164,7 +154,7 @@ struct Attention : Tiles<Kind> {
     int64_t keys = 0;
     for (int64_t row = 0; row < call.rows; ++row) keys += length(row) * call.seq_lens[row];
     threads = max_threads < 1 || keys * 2 * call.heads * call.head_dim < SMALL ? 1 : max_threads;
-    if (!plan(query_bytes(), PAGES * cache.page())) return 1;
+    if (!plan(query_bytes(), cell_bytes())) return 1;
     if (k) {
       const int64_t tokens = call.query_start[call.rows];
       tokens_of_store = max(1, min(PAGE, ceil_div(tokens, threads)));
@@ -182,16 +172,21 @@ struct Attention : Tiles<Kind> {
 // head_dim], or null if the cache has them already; strides are in the call. out: [tokens, heads, head_dim],
 // contiguous; sinks: [heads] or null. Each is named by the type of q, k and v, and by that of the cache if it is
 // another. Returns 0, or 1 if out of memory.
-#define ATTEND(name, Kind)                                                                                           \
+#define ATTEND(name, Base)                                                                                           \
   EXPORT int32_t NAMED(name)(const Call* call, const void* q, const void* k, const void* v, void* cache, void* out,  \
                              const float* sinks, int32_t threads) {                                                  \
-    typedef Kind::Number Number;                                                                                     \
-    const Timed timed(ATTENTION);                                                                                 \
-    return Attention<Kind>(*call, (const Number*)q, (const Number*)k, (const Number*)v, cache, (Number*)out, sinks) \
-        .compute(threads);                                                                                            \
+    typedef Base::Number Number;                                                                                     \
+    const Timed timed(ATTENTION);                                                                                    \
+    return Attention<Base>(*call, (const Number*)q, (const Number*)k, (const Number*)v, cache, (Number*)out, sinks)  \
+        .compute(threads);                                                                                           \
   }
 
-ATTEND(attend_float32, Floats)
-ATTEND(attend_bfloat16, Halves)
-ATTEND(attend_float32_int8, Bytes<float>)
-ATTEND(attend_bfloat16_int8, Bytes<uint16_t>)
+#if defined(HAS_TILES)
+ATTEND(attend_bfloat16, Registers<Tiles>)
+ATTEND(attend_emulated, Registers<EmulatedAmx>)  // for the trial
+#else
+ATTEND(attend_float32, Vectors<Floats>)
+ATTEND(attend_bfloat16, Vectors<Halves>)
+ATTEND(attend_float32_int8, Vectors<Bytes<float>>)
+ATTEND(attend_bfloat16_int8, Vectors<Bytes<uint16_t>>)
+#endif

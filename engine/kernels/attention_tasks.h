@@ -11,9 +11,15 @@ namespace {
 
 const int TILE = 64;
 const int64_t SPLIT = 1024;
-const int TALL = 6;          // queries of a group, which are computed together
 const int64_t QUERIES = 96;  // of a task; their sums stay in the second-level cache
 const int64_t FEW = 16;      // queries of a KV head up to which memory is the limit: a task has several heads
+
+// How a task's queries are computed.
+struct Grouping {
+  int64_t tall;     // queries of a group, which are computed together
+  int64_t reading;  // groups that take as long as reading a tile
+  int64_t rounded;  // a task's scratch memory is for a multiple of this number of queries
+};
 
 struct Part {  // tokens and heads of a row whose splits belong to several tasks
   int64_t splits, left;
@@ -41,17 +47,29 @@ struct Tasks {
   const int64_t group;    // query heads of a KV head
   const int64_t padded;   // head size, see Pages
   const int64_t queries;  // maximum of a task
+  const Grouping grouping;
   int threads;
   Task* tasks;
   int64_t num_tasks;
   Cursor* cursors;
   Space* spaces;
 
-  Tasks(const Call& call, int64_t padded)
-      : call(call), group(call.heads / call.kv_heads), padded(padded), queries(max(QUERIES, group)) {}
+  Tasks(const Call& call, int64_t padded, Grouping grouping)
+      : call(call),
+        group(call.heads / call.kv_heads),
+        padded(padded),
+        queries(rounded_up(max(QUERIES, group), grouping.rounded)),
+        grouping(grouping) {}
+
+  static int64_t rounded_up(int64_t number, int64_t multiple) { return ceil_div(number, multiple) * multiple; }
 
   // A query's state: the sums of weight * value [padded], the sums of weights [LANES], and the maximum score.
   int64_t state_bytes() const { return (padded + 2 * LANES) * 4; }
+
+  // The states of a task's queries for one split, some of them unused.
+  int64_t num_states(const Task& task) const {
+    return rounded_up(task.heads * task.count * group, grouping.rounded);
+  }
 
   float* state(char* states, int64_t query) const { return (float*)(states + query * state_bytes()); }
   int64_t length(int64_t row) const { return call.query_start[row + 1] - call.query_start[row]; }
@@ -63,11 +81,10 @@ struct Tasks {
   int64_t first_split(const Task& task) const { return first_seen(position(task)) / SPLIT; }
   int64_t num_splits(const Task& task) const { return ceil_div(end(task), SPLIT) - first_split(task); }
 
-  // The approximate cost of a task: keys times groups of queries. Reading a tile takes as long as computing three
-  // groups.
+  // The approximate cost of a task: keys times groups of queries, at least as many as take the time of reading.
   int64_t cost(const Task& task) const {
     const int64_t from = max(first_seen(position(task)), task.from * SPLIT), to = min(end(task), task.to * SPLIT);
-    return (to - from + TILE) * task.heads * max(3, ceil_div(task.count * group, TALL));
+    return (to - from + TILE) * task.heads * max(grouping.reading, ceil_div(task.count * group, grouping.tall));
   }
 
   // Call `visit` with a task for each (row, tokens, KV heads) that covers all splits.
@@ -106,7 +123,7 @@ struct Tasks {
     divide_rows([&](const Task& task) {
       const int64_t count = threads == 1 ? 1 : pieces(task, max_cost);
       num_tasks += ceil_div(num_splits(task), ceil_div(num_splits(task), count));
-      if (count > 1) parts += 1, states += num_splits(task) * task.heads * task.count * group;
+      if (count > 1) parts += 1, states += num_splits(task) * num_states(task);
     });
     const int64_t sizes[] = {num_tasks * (int64_t)sizeof(Task), parts * (int64_t)sizeof(Part), states * state_bytes(),
                              threads * (int64_t)sizeof(Cursor), threads * (int64_t)sizeof(Space)};
@@ -151,7 +168,7 @@ struct Tasks {
       const int64_t splits = num_splits(task), each = ceil_div(splits, count);
       if (count > 1) {
         *part = {splits, ceil_div(splits, each), part_states};
-        part_states += splits * task.heads * task.count * group * state_bytes();
+        part_states += splits * num_states(task) * state_bytes();
         task.part = part++;
       }
       const int64_t from = task.from, to = task.to;

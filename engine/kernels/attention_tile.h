@@ -1,4 +1,5 @@
-// The computation of some queries by one tile of keys and values, and merging the results.
+// The computation of some queries by one tile of keys and values, and merging the results: what all variants share, and
+// products by vectors. attention_amx.h has those by the processor's tiles.
 //
 // Order. A query is summed by absolute position: online softmax over tiles of 64 keys, in splits of 1024 keys that are
 // merged from the first to the last. A key that the query does not see has a weight of exactly 0, and an unchanged
@@ -18,8 +19,9 @@ struct Tile {
   int pages;
 };
 
+// Tasks on a cache: where a tile is, and what its scores do to a query's state.
 template <class Kind>
-struct Tiles : Tasks {
+struct PagedTasks : Tasks {
   typedef typename Kind::Number Number;
   typedef typename Kind::Held Held;
   typedef Pages<Number, Held> Cache;
@@ -27,7 +29,8 @@ struct Tiles : Tasks {
 
   const Cache cache;
 
-  Tiles(const Call& call, const Cache& cache) : Tasks(call, cache.padded), cache(cache) {}
+  PagedTasks(const Call& call, void* cache, Grouping grouping)
+      : Tasks(call, Cache(call, cache).padded, grouping), cache(call, cache) {}
 
   // -- pages ----------------------------------------------------------------------------------------------------------
 
@@ -49,25 +52,6 @@ struct Tiles : Tasks {
 
   int first_page(const Task& task, int64_t at) const { return (int)max(0, (first_seen(position(task)) - at) / PAGE); }
 
-  // A tile that is ready for use: stale data cannot affect the result.
-  Tile fetch(const Task& task, int64_t head, int64_t at, char* cells) const {
-    if (!cache.packed) return gather(task, head, at, cells);
-    Tile tile = locate(task, head, at);
-    const int64_t keys = end(task) - at - (tile.pages - 1) * PAGE;
-    if (!Cache::SCALED && keys < PAGE) {  // stale int8 values are finite, and `weigh` ignores stale scales
-      // Stale values may be NaN, and 0 * NaN is NaN, so copy the values and pad them with zeros. Stale keys do no harm:
-      // their scores are ignored.
-      const char* from = tile.v[tile.pages - 1];
-      const int64_t row_bytes = padded * 4, whole = keys / PER_UNIT;
-      memcpy(cells, from, (size_t)(whole * row_bytes));
-      memset(cells + whole * row_bytes, 0, (size_t)(cache.value_cell() - whole * row_bytes));
-      if (keys % PER_UNIT)
-        for (int64_t d = 0, rest = whole * row_bytes; d < padded; ++d) memcpy(cells + rest + 4 * d, from + rest + 4 * d, 2);
-      for (int j = first_page(task, at) == tile.pages - 1 ? 0 : tile.pages - 1; j < tile.pages; ++j) tile.v[j] = cells;
-    }
-    return tile;
-  }
-
   // A tile of the plain layout, copied into cells.
   Tile gather(const Task& task, int64_t head, int64_t at, char* cells) const {
     Tile tile;
@@ -85,6 +69,123 @@ struct Tiles : Tasks {
       char* cell = cells + t / PAGE * cache.page();
       cache.lay_key((const Held*)(share + offset * cache.line()), cell, t % PAGE);
       cache.lay_value((const Held*)(share + (call.block_size + offset) * cache.line()), cell + cache.value_at(), t % PAGE);
+    }
+    return tile;
+  }
+
+  // -- scores and states ----------------------------------------------------------------------------------------------
+
+  // The scales of keys or values, from token t of a tile on.
+  static const float* scales(const char* const (&cells)[PAGES], int64_t cell, int t) {
+    return (const float*)(cells[t / PAGE] + cell) + t % PAGE;
+  }
+
+  // One step of the online softmax: compute weights from a query's scores, of which it sees [begin, end). Returns the
+  // factor that rescales the sums so far.
+  float weigh(const float* scores, char* weights, float* state, int vectors, const Tile& tile, int64_t begin,
+              int64_t end) const {
+    static const float COUNT[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    float& maximum = state[padded + LANES];
+    const float before = maximum;
+    const bool edge = begin > 0 || end < TILE;
+    const V first = set1((float)max(begin, 0)), last = set1((float)min(end, TILE));
+    V x[VECTORS], top = set1(before);
+    UNROLLED for (int j = 0; j < VECTORS; ++j) {
+      x[j] = set1(-INFINITY);
+      if (j >= vectors) continue;
+      const V score = load(scores + j * LANES);
+      V scaled = mul(score, set1(call.scale * LOG2E));
+      if (call.softcap != 0)
+        scaled = mul(hyperbolic_tangent(mul(score, set1(call.scale / call.softcap))), set1(call.softcap * LOG2E));
+      if (edge) {
+        const V index = add(load(COUNT), set1((float)(j * LANES)));
+        scaled = where_less(index, first, x[j], where_less(index, last, scaled, x[j]));
+      }
+      x[j] = scaled;
+      top = max(scaled, top);
+    }
+    maximum = max_lane(top);
+    // While all scores are -inf, all weights are 0 for any finite base.
+    const float base = maximum == -INFINITY ? 0.0f : maximum;
+    const float alpha = before == base ? 1.0f : exponential2(before - base);
+    V sum = mul(load(state + padded), set1(alpha));
+    UNROLLED for (int j = 0; j < VECTORS; ++j) {
+      const V e = exponential2(add(x[j], set1(-base)));
+      if (Cache::SCALED) {
+        V scale = j < vectors ? load(scales(tile.v, cache.value_cell(), j * LANES)) : zero();
+        if (edge) {  // a stale scale may be NaN, and 0 * NaN is NaN
+          const V index = add(load(COUNT), set1((float)(j * LANES)));
+          scale = where_less(index, first, zero(), where_less(index, last, scale, zero()));
+        }
+        Kind::store_weights(weights, j * LANES, mul(e, scale));
+        sum = add(sum, e);
+      } else {
+        sum = add(sum, Kind::store_weights(weights, j * LANES, e));
+      }
+    }
+    store(state + padded, sum);
+    return alpha;
+  }
+
+  // Merge state b into a, whose positions precede those of b.
+  void merge(float* a, const float* b) const {
+    float &maximum = a[padded + LANES], other = b[padded + LANES], before = maximum;
+    maximum = before < other ? other : before;
+    const float base = maximum == -INFINITY ? 0.0f : maximum;
+    const V left = set1(exponential2(before - base)), right = set1(exponential2(other - base));
+    for (int64_t i = 0; i < padded + LANES; i += LANES) store(a + i, fma(load(b + i), right, mul(load(a + i), left)));
+  }
+};
+
+// Products by vectors, of up to TALL queries at a time.
+template <class Kind>
+struct Vectors : PagedTasks<Kind> {
+  typedef PagedTasks<Kind> Base;
+  typedef typename Base::Cache Cache;
+  typedef typename Base::Number Number;
+  using Base::UNIT, Base::PER_UNIT;
+  using Base::call, Base::cache, Base::padded;
+  using Base::state, Base::state_bytes, Base::end, Base::first_seen, Base::first_page, Base::locate, Base::gather;
+  using Base::scales, Base::weigh;
+  static const int TALL = 6;
+
+  Vectors(const Call& call, void* cache) : Base(call, cache, {TALL, 3, 1}) {}
+
+  int64_t query_bytes() const { return ceil_div(cache.units, Kind::AT_ONCE) * Kind::AT_ONCE * Kind::X_BYTES; }
+  int64_t cell_bytes() const { return PAGES * cache.page(); }  // of a thread's cells
+  static void begin(int64_t) {}
+  static void end_task() {}
+
+  // Copy query m of a group of `tall`; the group is [unit][query].
+  void load_query(const Number* from, char* x, int64_t m, int64_t tall) const {
+    const int64_t whole = call.head_dim / PER_UNIT;
+    uint32_t unit = 0;
+    for (int64_t u = 0; u < whole; ++u) {
+      memcpy(&unit, from + u * PER_UNIT, PER_UNIT * sizeof(Number));
+      Kind::put(x, u, m, tall, unit);
+    }
+    if (whole < cache.units) {
+      unit = 0;
+      memcpy(&unit, from + whole * PER_UNIT, sizeof(Number));
+      Kind::put(x, whole, m, tall, unit);
+    }
+  }
+
+  // A tile that is ready for use: stale data cannot affect the result.
+  Tile fetch(const Task& task, int64_t head, int64_t at, char* cells, const Tile*) const {
+    if (!cache.packed) return gather(task, head, at, cells);
+    Tile tile = locate(task, head, at);
+    const int64_t keys = end(task) - at - (tile.pages - 1) * PAGE;
+    if (!Cache::SCALED && keys < PAGE) {  // stale int8 values are finite, and `weigh` ignores stale scales
+      // Stale values may be NaN, and 0 * NaN is NaN, so copy the values and pad them with zeros. Stale keys do no harm:
+      // their scores are ignored.
+      const char* from = tile.v[tile.pages - 1];
+      const int64_t row_bytes = padded * 4, whole = keys / PER_UNIT;
+      memcpy(cells, from, (size_t)(whole * row_bytes));
+      memset(cells + whole * row_bytes, 0, (size_t)(cache.value_cell() - whole * row_bytes));
+      if (keys % PER_UNIT)
+        for (int64_t d = 0, rest = whole * row_bytes; d < padded; ++d) memcpy(cells + rest + 4 * d, from + rest + 4 * d, 2);
+      for (int j = first_page(task, at) == tile.pages - 1 ? 0 : tile.pages - 1; j < tile.pages; ++j) tile.v[j] = cells;
     }
     return tile;
   }
@@ -137,58 +238,6 @@ struct Tiles : Tasks {
       UNROLLED for (int j = 0; j < J; ++j) store(scores[m] + (first + j) * LANES, sum[m][j]);
   }
 
-  // The scales of keys or values, from token t of a tile on.
-  static const float* scales(const char* const (&cells)[PAGES], int64_t cell, int t) {
-    return (const float*)(cells[t / PAGE] + cell) + t % PAGE;
-  }
-
-  // One step of the online softmax: compute weights from a query's scores, of which it sees [begin, end). Returns the
-  // factor that rescales the sums so far.
-  float weigh(const float* scores, char* weights, float* state, int vectors, const Tile& tile, int64_t begin,
-              int64_t end) const {
-    static const float COUNT[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    float& maximum = state[padded + LANES];
-    const float before = maximum;
-    const bool edge = begin > 0 || end < TILE;
-    const V first = set1((float)max(begin, 0)), last = set1((float)min(end, TILE));
-    V x[VECTORS], top = set1(before);
-    for (int j = 0; j < VECTORS; ++j) {
-      x[j] = set1(-INFINITY);
-      if (j >= vectors) continue;
-      const V score = load(scores + j * LANES);
-      V scaled = mul(score, set1(call.scale * LOG2E));
-      if (call.softcap != 0)
-        scaled = mul(hyperbolic_tangent(mul(score, set1(call.scale / call.softcap))), set1(call.softcap * LOG2E));
-      if (edge) {
-        const V index = add(load(COUNT), set1((float)(j * LANES)));
-        scaled = where_less(index, first, x[j], where_less(index, last, scaled, x[j]));
-      }
-      x[j] = scaled;
-      top = max(scaled, top);
-    }
-    maximum = max_lane(top);
-    // While all scores are -inf, all weights are 0 for any finite base.
-    const float base = maximum == -INFINITY ? 0.0f : maximum;
-    const float alpha = before == base ? 1.0f : exponential2(before - base);
-    V sum = mul(load(state + padded), set1(alpha));
-    for (int j = 0; j < VECTORS; ++j) {
-      const V e = exponential2(add(x[j], set1(-base)));
-      if (Cache::SCALED) {
-        V scale = j < vectors ? load(scales(tile.v, cache.value_cell(), j * LANES)) : zero();
-        if (edge) {  // a stale scale may be NaN, and 0 * NaN is NaN
-          const V index = add(load(COUNT), set1((float)(j * LANES)));
-          scale = where_less(index, first, zero(), where_less(index, last, scale, zero()));
-        }
-        Kind::store_weights(weights, j * LANES, mul(e, scale));
-        sum = add(sum, e);
-      } else {
-        sum = add(sum, Kind::store_weights(weights, j * LANES, e));
-      }
-    }
-    store(state + padded, sum);
-    return alpha;
-  }
-
   // Rescale the sums of J vectors from dimension d on, and add the weighted values.
   template <int M, int J>
   INLINE void mix(const char* weights, const float* alpha, char* states, int64_t d, const Tile& tile, int pages,
@@ -222,15 +271,6 @@ struct Tiles : Tasks {
       case 5: return step<5>(x, states, positions, at, tile, next);
       case 6: return step<6>(x, states, positions, at, tile, next);
     }
-  }
-
-  // Merge state b into a, whose positions precede those of b.
-  void merge(float* a, const float* b) const {
-    float &maximum = a[padded + LANES], other = b[padded + LANES], before = maximum;
-    maximum = before < other ? other : before;
-    const float base = maximum == -INFINITY ? 0.0f : maximum;
-    const V left = set1(exponential2(before - base)), right = set1(exponential2(other - base));
-    for (int64_t i = 0; i < padded + LANES; i += LANES) store(a + i, fma(load(b + i), right, mul(load(a + i), left)));
   }
 };
 

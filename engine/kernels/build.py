@@ -31,10 +31,11 @@ VARIANTS = {
     "avx512": ["-DISA_AVX512", "-mfma", "-mf16c", *AVX512],
     "avx2": ["-DISA_AVX2", "-mfma", "-mf16c", "-mavx2"],
 }
-# Sources of every variant, and those of AMX, which has only matmuls: in everything else it is the avx512 variant.
+# Sources of every variant, and those of AMX, which has only matmuls and attention: in everything else it is the avx512
+# variant.
 KERNELS = ("attention", "blocks", "layers", "logits", "lossless", "matmul", "quantized", "rounding")
-AMX_KERNELS = ("lossless", "matmul", "quantized", "trial")
-BASES = {"amx": "avx512"}  # variants that have matmuls alone, and those whose other functions they use
+AMX_KERNELS = ("attention", "lossless", "matmul", "quantized", "trial")
+BASES = {"amx": "avx512"}  # variants that lack functions, and those whose functions they then use
 EMULATED = ("amx", "avx512bf16")  # variants whose instructions can be emulated
 # Object -> its source and options. A source has one object for each variant.
 OBJECTS = {

@@ -17,7 +17,12 @@
 typedef int32_t Multiply(const Matrix*, const void* x, const void* residual, void* y, int64_t rows, int32_t threads);
 EXPORT Multiply NAMED(matmul_bfloat16), NAMED(matmul_int8_bfloat16), matmul_int8_bfloat16_avx512;
 
-// For tests. 1: one result of the trial is wrong, 2: it executes an illegal instruction.
+typedef int32_t Attend(const Call*, const void* q, const void* k, const void* v, void* cache, void* out,
+                       const float* sinks, int32_t threads);
+EXPORT Attend NAMED(attend_bfloat16), NAMED(attend_emulated);
+
+// For tests. 1: one result of the products is wrong, 2: the trial executes an illegal instruction, 3: one result of
+// attention is wrong.
 EXPORT int32_t NAMED(trial_fault) = 0;
 
 namespace {
@@ -160,6 +165,33 @@ bool products_agree() {
   return true;
 }
 
+// -- attention --------------------------------------------------------------------------------------------------------
+
+// A decode row, and a chunk of a prompt in groups of 32 and of fewer queries. The head size is no multiple of 32.
+bool attention_agrees() {
+  const int64_t kv_heads = 2, group = 3, head_dim = 80, block_size = 16, width = 10;
+  const int32_t query_start[] = {0, 1, 46}, seq_lens[] = {70, 150};
+  int32_t block_table[2 * width];
+  for (int i = 0; i < 2 * width; ++i) block_table[i] = i;
+  Call call = {};
+  call.query_start = query_start, call.seq_lens = seq_lens, call.block_table = block_table;
+  call.rows = 2, call.width = width, call.heads = kv_heads * group, call.kv_heads = kv_heads;
+  call.head_dim = head_dim, call.block_size = block_size, call.scale = 0.1f;
+  call.q_head = head_dim, call.q_token = call.heads * head_dim;
+  const int64_t cached = 2 * width * kv_heads * block_size * 2 * head_dim, size = query_start[2] * call.q_token;
+  uint16_t* cache = (uint16_t*)Problem::allocate((cached + 3 * size) * 2);
+  if (!cache) return false;
+  uint16_t *q = cache + cached, *own = q + size, *other = own + size;
+  Random random;
+  for (int64_t i = 0; i < cached + size; ++i) cache[i] = (uint16_t)(number(random, 120, 128) >> 16);
+  bool agree = !NAMED(attend_bfloat16)(&call, q, nullptr, nullptr, cache, own, nullptr, 1);
+  agree &= !NAMED(attend_emulated)(&call, q, nullptr, nullptr, cache, other, nullptr, 1);
+  if (NAMED(trial_fault) == 3) own[size - 1] ^= 1;
+  agree &= memcmp(own, other, (size_t)size * 2) == 0;
+  free(cache);
+  return agree;
+}
+
 // -- the trial --------------------------------------------------------------------------------------------------------
 
 // Ask the system to save the tiles' registers for this process, from now on; all threads and forked processes may then
@@ -178,7 +210,7 @@ void try_and_exit(int result) {
   const struct rlimit no_core = {};
   setrlimit(RLIMIT_CORE, &no_core);
   if (NAMED(trial_fault) == 2) __builtin_trap();
-  const char passed = tiles_agree() && products_agree();
+  const char passed = tiles_agree() && products_agree() && attention_agrees();
   _exit(write(result, &passed, 1) == 1 ? 0 : 1);
 }
 

@@ -1,4 +1,7 @@
-"""Products by the processor's tiles, emulated where it has none: their bits, the trial and the choice."""
+"""Products and attention by the processor's tiles, emulated where it has none: their bits, the trial and the choice.
+
+test_cpu_attention.py has more of attention.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ import torch
 from torch import Tensor
 
 from engine import ConfigError, EngineConfig
+from engine.attention import AttentionLayer, AttentionMeta
+from engine.attention.cpu import Paged
 from engine.build import build as build_engine
 from engine.kernels import build, library
 from engine.kernels.library import AMX, DOT_PAYS, ISAS, TILES_PAY, TILES_REFUSED, VNNI, Kernels, choose
@@ -165,6 +170,27 @@ def test_columns_in_another_order(amx, rows):
     assert torch.equal(packed(x), Packed(amx, weight[:, order.long()])(x[:, order.long()]))
 
 
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 9, 40])
+def test_attention_adds_values_in_the_order_of_tiles(amx, rows):
+    """Keys of zeros give each value the same weight, a power of two. The exact sum of the values is zero, so that the
+    result is what one order of sums rounds."""
+    keys, dim = 512, 48
+    half = random_bf16((keys // 2, dim), 110, 134)
+    v = torch.cat([half, -half])[torch.randperm(keys)]
+    want = tile_products(torch.ones(1, keys).bfloat16(), v.T.contiguous()) / keys
+    paged, layer = Paged(amx.library, "amx"), AttentionLayer(2, 1, dim, dim, scale=1.0)
+    cache = paged.allocate(layer, keys // 16, 16, torch.bfloat16, CPU)
+    blocks, new = list(range(keys // 16)), torch.zeros(keys, 1, dim).bfloat16()
+    for start, end in ((0, keys - rows), (keys - rows, keys)):
+        plan = paged.plan(AttentionMeta.of([(blocks, start, end - start)], 16))
+        q = torch.zeros(end - start, 2, dim).bfloat16()
+        out = paged.attend(cache, q, new[start:end], v[start:end, None], plan)
+    assert torch.equal(out[-1], torch.from_numpy(want).bfloat16().expand(2, dim))
+
+
 # -- a whole model ----------------------------------------------------------------------------------------------------
 
 
@@ -199,9 +225,10 @@ def test_the_resolved_config_keeps_the_variant(tmp_path, machine):
 # -- the trial --------------------------------------------------------------------------------------------------------
 
 
-def test_a_trial_compares_tiles_with_their_emulation(amx, fault):
+@pytest.mark.parametrize("wrong", [1, 3], ids=["product", "attention"])
+def test_a_trial_compares_tiles_with_their_emulation(amx, fault, wrong):
     assert amx.library.trial_amx() == 0
-    fault.value = 1
+    fault.value = wrong
     assert amx.library.trial_amx() == 2
     fault.value = 0
     assert amx.library.trial_amx() == 0
@@ -285,7 +312,7 @@ def test_a_note_says_why_tiles_are_not_used(processor, more, why):
 
 
 def test_other_variants_do_not_change(amx):
-    """What is no product of bfloat16 or int8 is the function of avx512."""
+    """What is no product of bfloat16 or int8, nor attention over bfloat16, is the function of avx512."""
     base = Kernels(amx.library, "avx512")
     same = [amx.best, amx.layers[torch.bfloat16, torch.int8], amx.multiply_codes[torch.float32]]
     assert [each.__name__ for each in same] == [
@@ -293,3 +320,9 @@ def test_other_variants_do_not_change(amx):
         for each in (base.best, base.layers[torch.bfloat16, torch.int8], base.multiply_codes[torch.float32])
     ]
     assert amx.multiply[torch.bfloat16].__name__ == "matmul_bfloat16_amx"
+    attention = {key[1]: each.__name__ for key, each in Paged(amx.library, "amx")._attend.items()}
+    assert attention == {
+        torch.float32: "attend_float32_avx512",
+        torch.bfloat16: "attend_bfloat16_amx",
+        torch.int8: "attend_bfloat16_int8_avx512",
+    }

@@ -16,7 +16,7 @@ from engine.attention import AttentionMeta, LayerCache, choose, cpu, create
 from engine.attention.cpu import Paged
 from engine.attention.reference import Reference, dequantize, quantize
 from engine.kernels import build, library
-from engine.kernels.library import BASES, ISAS
+from engine.kernels.library import ISAS
 from tests.engine.test_attention import Pool, dense, layer_of, spoil
 from tests.engine.test_kernels import kernels
 from tests.engine.test_models import Bench, load
@@ -54,12 +54,12 @@ def backend(isa: str) -> Paged:
 
 Kind = tuple[Paged, torch.dtype, torch.dtype]  # a variant, the model's dtype and the cache's
 
-# Without the instruction for bfloat16 its variant is that of AVX-512.
+# Without the instructions for bfloat16 their variants are that of AVX-512; with AMX an int8 cache is, too.
 KINDS = [
     (isa, dtype, held, name)
     for isa in ISAS
     for dtype, held, name in library.cache_dtypes()
-    if isa not in BASES and (isa != "avx512bf16" or held == torch.bfloat16)
+    if isa not in build.EMULATED or held == torch.bfloat16
 ]
 
 
@@ -79,10 +79,11 @@ def dtype(request) -> torch.dtype:
     return request.param
 
 
-@pytest.fixture(params=library.cache_dtypes(), ids=lambda kind: kind[2])
+@pytest.fixture(params=[*library.cache_dtypes(), (torch.bfloat16, torch.bfloat16, "amx")], ids=lambda kind: kind[2])
 def best_kind(request, best) -> Kind:
-    dtype, held, _ = request.param
-    return best, dtype, held
+    """The best variant, and that of AMX, which most processors only emulate."""
+    dtype, held, name = request.param
+    return backend("amx") if name == "amx" else best, dtype, held
 
 
 def pool(
@@ -240,9 +241,10 @@ class Streams:
 
 
 CASES = [(16, 64, {}), (5, 24, {}), (64, 32, {"window": 100, "softcap": 20.0, "sinks": torch.linspace(-1, 1, 4)})]
+CASES.append((32, 48, {"window": 300}))
 
 
-@pytest.mark.parametrize("case", CASES, ids=["in-place", "plain", "window"])
+@pytest.mark.parametrize("case", CASES, ids=["in-place", "plain", "window", "odd head size"])
 def test_bits_do_not_depend_on_the_schedule(best_kind, case):
     block_size, dim, kw = case
     streams, rng = Streams(best_kind, block_size, dim, **kw), random.Random(7)
@@ -270,6 +272,21 @@ def test_bits_do_not_depend_on_the_layout(kind):
         plan = paged.plan(AttentionMeta.of([(blocks, 0, 200)], block_size))
         found.append(paged.attend(cache, q, k, v, plan))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_bits_do_not_depend_on_the_schedule_where_sums_are_subnormal(best_kind):
+    """A higher score rescales sums, which are then below the smallest normal number; AMX takes them as zero."""
+    paged, dtype, held = best_kind
+    q, k, v = (torch.randn(150, heads, 64).to(dtype) for heads in (2, 1, 1))
+    q *= 4
+    v *= 2.0**-124
+    alone, chunks = [], []
+    for out, length in ((alone, 1), (chunks, 50)):
+        cache = paged.allocate(layer_of(1, 64, 64, scale=0.125), 10, 16, held, CPU)
+        for at in range(0, 150, length):
+            plan = paged.plan(AttentionMeta.of([(list(range(10)), at, length)], 16))
+            out.append(paged.attend(cache, *(x[at : at + length] for x in (q, k, v)), plan))
+    assert torch.equal(torch.cat(alone), torch.cat(chunks))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
