@@ -251,14 +251,13 @@ class PrefixCache:
         for blocks in self._leaving.pop(step, ()):
             self.pool.release(blocks)
 
-    def check(self, running: Iterable[Sequence]) -> None:
+    def check(self, running: Ids[Sequence]) -> None:
         """Raise AssertionError if the blocks of the running sequences do not add up."""
         self.pool.check()
-        running = list(running)
         for seq in running:
             assert not self.is_enabled or seq.num_published == seq.num_computed // seq.block_size, "a block is hidden"
-            firsts = [first for _, first in self._firsts(seq.num_computed, seq.block_size)]
-            assert seq.num_freed == firsts, "a block before a window is held"
+            firsts = self._firsts(seq.num_computed, seq.block_size)
+            assert seq.num_freed == [first for _, first in firsts], "a block before a window is held"
         held = {block for seq in running for block in self._held(seq)}
         held.update(block for leavers in self._leaving.values() for blocks in leavers for block in blocks)
         assert len(held) == self.pool.num_held, "blocks are held by no sequence"

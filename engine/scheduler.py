@@ -383,12 +383,7 @@ class Scheduler:
         return [self._end(largest, "error", error=RowError("the step that this request was in ran out of memory"))]
 
     def _end(
-        self,
-        seq: Sequence,
-        reason: str,
-        *,
-        error: RowError | None = None,
-        delta: TokenDelta | None = None,
+        self, seq: Sequence, reason: str, *, error: RowError | None = None, delta: TokenDelta | None = None
     ) -> TokenDelta:
         """End a sequence; returns its terminal delta: `delta` with the reason, or one without tokens."""
         if seq.status is RUNNING:

@@ -139,7 +139,7 @@ class Inputs:
         host.slot_mapping[:] = self._table[of_token, blocks] * np.int64(self.block_size) + offsets
         num_pending = 0 if last is None else np.count_nonzero(host.ids < 0)
         if num_pending:  # the device reads such a token at its sequence's slot
-            np.copyto(host.ids, -1 - of_token, where=host.ids < 0)
+            np.copyto(host.ids, of_token if num_pending == size else -1 - of_token, where=host.ids < 0)
         host.logits_at[:] = layout.logits_at
         host.hidden_at[:] = layout.hidden_at
         host.block_table[:] = self._table[slots, :width]
@@ -148,7 +148,7 @@ class Inputs:
         if num_pending:
             assert last is not None
             ids = device.ids
-            tokens = last[(-1 - ids).clamp_(min=0)]
+            tokens = last.index_select(0, ids if num_pending == size else (-1 - ids).clamp_(min=0))
             ids.copy_(tokens if num_pending == size else torch.where(ids < 0, tokens, ids))
 
         meta = AttentionMeta(
