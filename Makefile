@@ -64,7 +64,8 @@ $(WEBUI)/.installed: tests/clients/open_webui.txt | $(CLIENTS)/.installed
 	-test -x $(WEBUI)/bin/python || $(PYTHON) -m venv --without-pip $(WEBUI)
 	-printf torch | $(CLIENTS)/bin/uv pip install -q --python $(WEBUI)/bin/python --excludes - -r $< && touch $@
 
-## make clients      clients that people use, each against a live server; ARGS="--json FILE" keeps every result
+## make clients      clients that people use, each against a live server; ARGS="--json FILE" keeps every result,
+##                   ARGS="--model smollm2" serves another model than the built-in one
 clients: install $(CLIENTS)/.installed $(WEBUI)/.installed
 	@$(CLIENTS)/bin/python -m tests.clients --python $(BIN)/python --webui $(WEBUI)/bin/open-webui $(ARGS)
 

@@ -3,20 +3,19 @@
 Layers with the same window are divided into groups of at most as many layers as the cache has tensors. A layer uses the
 tensor at its place in its group, and a block belongs to one group of one sequence: the pool stays one, and all blocks
 have the same size. The method is that of vLLM's hybrid KV cache manager. Where a token takes less memory in some
-layers, several of these share a place: each has an equal part of every block.
+layers, several of these share a place: each has a part of every block, and what their sizes leave of it is not used.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 # More groups need less memory in some models, and each takes time on the host in every step.
 MAX_GROUPS = 8
-# Places that no layer uses waste memory while sequences are shorter than the windows.
+# Memory that no layer uses is wasted while sequences are shorter than the windows: of places, and within them.
 MAX_PADDING = 0.15
 # A gain in memory for which groups are worth the time that they take.
 MIN_GAIN = 0.1
@@ -28,13 +27,14 @@ class CacheGroups(Struct, frozen=True, array_like=True):
     windows: tuple[int | None, ...] = (None,)  # tokens that a group's layers attend to; None: all
     of_layer: tuple[int, ...] = (0,)  # layer -> its group
     parts: tuple[int, ...] = ()  # layer -> number of layers that share its place; empty: one each
+    sizes: tuple[int, ...] = ()  # layer -> the memory that a token takes in it; empty: the same
 
     @classmethod
     def of(cls, windows: Sequence[int | None], max_len: int, sizes: Sequence[int] = ()) -> CacheGroups:
         """Return the groups of layers with these windows, for sequences of up to `max_len` tokens.
 
-        sizes: the memory that a token takes in each layer; empty: the same. If that of one window differs, or does not
-        divide the largest, or if groups would save little, all layers are one group, with the widest of the windows.
+        sizes: the memory that a token takes in each layer; empty: the same. If that of one window differs, or if groups
+        would save little or waste much, all layers are one group, with the widest of the windows.
         """
         # A window that no sequence leaves is none.
         windows = [None if window is None or window >= max_len else window for window in windows]
@@ -43,24 +43,33 @@ class CacheGroups(Struct, frozen=True, array_like=True):
         whole = cls((widest,), (0,) * len(windows))
         sizes = sizes or [1] * len(windows)
         of_window = dict(zip(windows, sizes, strict=True))
-        parts = {window: max(sizes) // size for window, size in of_window.items()}
-        is_even = all(of_window[window] == size for window, size in zip(windows, sizes, strict=True))
-        if len(counts) < 2 or not is_even or any(max(sizes) % size for size in sizes):
+        if len(counts) < 2 or any(of_window[window] != size for window, size in zip(windows, sizes, strict=True)):
             return whole
         length = {window: window or max_len for window in counts}
-        needed = {window: -(-count // parts[window]) for window, count in counts.items()}  # places
-        best, least = 0, (1 - MIN_GAIN) * sum(sizes) / max(sizes) * length[widest]
-        for size in range(max(needed.values()), 0, -1):
-            places = {window: -(-count // size) * size for window, count in needed.items()}
-            total = sum(places.values())
-            tokens = sum(number * length[window] for window, number in places.items())
-            fits = total <= MAX_GROUPS * size and total <= (1 + MAX_PADDING) * sum(needed.values())
-            if fits and tokens < least:
-                best, least = size, tokens
-        return cls._in_groups(windows, best, parts) if best else whole
+        best, least = whole, (1 - MIN_GAIN) * sum(sizes) * length[widest]
+        # A place has as much memory as the largest layer, or a little more, so that several of a smaller size fill it.
+        for place in sorted({-(-max(sizes) // size) * size for size in of_window.values()}):
+            parts = {window: place // size for window, size in of_window.items()}
+            needed = {window: -(-count // parts[window]) for window, count in counts.items()}  # places
+            if sum(needed.values()) * place > (1 + MAX_PADDING) * sum(sizes):
+                continue
+            for size in range(max(needed.values()), 0, -1):
+                places = {window: -(-count // size) * size for window, count in needed.items()}
+                total = sum(places.values())
+                memory = place * sum(number * length[window] for window, number in places.items())
+                fits = total <= MAX_GROUPS * size and total <= (1 + MAX_PADDING) * sum(needed.values())
+                if fits and memory < least:
+                    best, least = cls._in_groups(windows, size, parts, of_window), memory
+        return best
 
     @classmethod
-    def _in_groups(cls, windows: Sequence[int | None], size: int, parts: Mapping[int | None, int]) -> CacheGroups:
+    def _in_groups(
+        cls,
+        windows: Sequence[int | None],
+        size: int,
+        parts: Mapping[int | None, int],
+        sizes: Mapping[int | None, int],
+    ) -> CacheGroups:
         """Return groups of up to `size` places, in the order of their first layers."""
         of_window: list[int | None] = []
         of_layer: list[int] = []
@@ -73,8 +82,12 @@ class CacheGroups(Struct, frozen=True, array_like=True):
                 of_window.append(window)
             last[window] = group, count + 1
             of_layer.append(group)
-        shared = tuple(parts[window] for window in windows)
-        return cls(tuple(of_window), tuple(of_layer), shared if max(shared) > 1 else ())
+        found = cls(tuple(of_window), tuple(of_layer))
+        if len(set(sizes.values())) == 1:
+            return found
+        return structs.replace(
+            found, parts=tuple(parts[window] for window in windows), sizes=tuple(sizes[window] for window in windows)
+        )
 
     @property
     def places(self) -> list[int]:
@@ -98,10 +111,11 @@ class CacheGroups(Struct, frozen=True, array_like=True):
 
     def block_bytes(self, block_size: int, bytes_per_token: int) -> int:
         """Return the size of a block; a token takes `bytes_per_token` in all layers together."""
-        parts = self.parts or (1,) * len(self.of_layer)
-        unit = math.lcm(*parts)
-        whole = sum(unit // count for count in parts)  # all layers, in units of a place's unit-th part
-        return block_size * bytes_per_token * unit * (max(self.places) + 1) // whole
+        sizes = self.sizes or (1,) * len(self.of_layer)
+        of_place: dict[int, int] = {}
+        for place, (parts, _), size in zip(self.places, self.shares, sizes, strict=True):
+            of_place[place] = max(of_place.get(place, 0), parts * size)
+        return block_size * bytes_per_token * sum(of_place.values()) // sum(sizes)
 
     def most_blocks(self, window: int, block_size: int, chunk: int) -> int:
         """Return the maximum number of blocks that a sequence holds in a group with a window.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from .layer import AttentionLayer
-from .metadata import FIRST, AttentionMeta, Place
+from .metadata import AttentionMeta
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,9 +21,11 @@ class LayerCache:
 
     layer: AttentionLayer
     block_size: int
-    tensor: Tensor  # dimension 0 is the block, and a block is one contiguous run of bytes
+    # [blocks, KV heads, a head's part]. A block is one contiguous run of bytes; other layers may have memory between
+    # two of them, see CacheGroups.
+    tensor: Tensor
     sinks: Tensor | None = None  # [heads], in the dtype that the backend needs
-    place: Place = FIRST  # whose blocks it uses; layers of several groups may share a tensor
+    group: int = 0  # of layers, whose blocks it uses; layers of several groups may share memory
 
 
 class Plan(Protocol):

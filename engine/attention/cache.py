@@ -11,7 +11,7 @@ from torch import Tensor
 from ..cache_groups import CacheGroups
 from .backend import AttentionBackend, LayerCache, Plan
 from .layer import AttentionLayer
-from .metadata import AttentionMeta, Place
+from .metadata import AttentionMeta
 
 
 @dataclass(slots=True, eq=False)
@@ -37,17 +37,26 @@ class KVCache:
     ) -> KVCache:
         """Return a new cache of `num_blocks` blocks for these layers."""
         groups = groups or CacheGroups.of([None] * len(layers), 1)
-        tensors: dict[int, Tensor] = {}  # by the layers' places in their groups
-        caches = []
-        everything = zip(layers, groups.of_layer, groups.places, groups.shares, strict=True)
-        for layer, group, place, (parts, part) in everything:
+
+        def allocate(layer: AttentionLayer, count: int) -> LayerCache:
             own = None if layer.sinks is None else (sinks or {})[layer.sinks]
-            count = 0 if place in tensors else num_blocks * parts
-            cache = backend.allocate(layer, count, block_size, dtype, device, sinks=own)
-            tensor = tensors.setdefault(place, cache.tensor)
-            if tensor.shape[1:] != cache.tensor.shape[1:]:
-                tensor = tensor.view(num_blocks * parts, *cache.tensor.shape[1:])
-            caches.append(replace(cache, tensor=tensor, place=Place(group, parts, part)))
+            return backend.allocate(layer, count, block_size, dtype, device, sinks=own)
+
+        caches = [allocate(layer, 0) for layer in layers]
+        sizes = [cache.tensor.shape[1:].numel() for cache in caches]  # elements of a block
+        blocks: dict[int, int] = {}  # the same of all layers that share a place
+        for place, (parts, _), size in zip(groups.places, groups.shares, sizes, strict=True):
+            blocks[place] = max(blocks.get(place, 0), parts * size)
+        tensors: dict[int, Tensor] = {}
+        everything = zip(layers, caches, sizes, groups.of_layer, groups.places, groups.shares, strict=True)
+        for index, (layer, cache, size, group, place, (_, part)) in enumerate(everything):
+            if place not in tensors:
+                # A block of a place may end between two of the layer's own.
+                tensors[place] = allocate(layer, -(-num_blocks * blocks[place] // size)).tensor
+            shape = num_blocks, *cache.tensor.shape[1:]
+            strides = blocks[place], *cache.tensor.stride()[1:]
+            tensor = tensors[place].as_strided(shape, strides, part * size)
+            caches[index] = replace(cache, tensor=tensor, group=group)
         return cls(backend, caches, len(groups.windows))
 
     @property

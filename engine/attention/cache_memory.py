@@ -25,9 +25,10 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def _pages(tensor: Tensor) -> range:
-    """Return the addresses of the huge pages that lie wholly in a tensor."""
-    first = -(-tensor.data_ptr() // HUGE_BYTES) * HUGE_BYTES
-    return range(first, (tensor.data_ptr() + tensor.nbytes) // HUGE_BYTES * HUGE_BYTES, HUGE_BYTES)
+    """Return the addresses of the huge pages that lie wholly in the memory of a tensor."""
+    memory = tensor.untyped_storage()  # a layer's cache may be some parts of it
+    first = -(-memory.data_ptr() // HUGE_BYTES) * HUGE_BYTES
+    return range(first, (memory.data_ptr() + memory.nbytes()) // HUGE_BYTES * HUGE_BYTES, HUGE_BYTES)
 
 
 def request_huge_pages(tensor: Tensor) -> None:
@@ -49,7 +50,8 @@ class Population:
     TURN_S = 0.05
 
     def __init__(self, tensors: Sequence[Tensor], limit_bytes: int = LIMIT_BYTES) -> None:
-        self._pages = _in_turn(list({tensor.data_ptr(): tensor for tensor in tensors}.values()), limit_bytes)
+        memories = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+        self._pages = _in_turn(list(memories.values()), limit_bytes)
 
     def advance(self) -> bool:
         """Populate pages for TURN_S; returns whether there are more. There are none without support by the system."""

@@ -21,7 +21,7 @@ from ..types import ConfigError
 from .backend import LayerCache
 from .cache_memory import request_huge_pages
 from .layer import AttentionLayer
-from .metadata import FIRST, AttentionMeta, Place, Tables
+from .metadata import AttentionMeta
 
 # As in attention_tasks.h: keys of a split, keys of a tile, maximum queries of a task, of which with AMX a multiple has
 # memory; and the maximum number of floats beside a query's sums.
@@ -58,27 +58,26 @@ class Plan:
     def __init__(self, meta: AttentionMeta) -> None:
         self.meta = meta
         self.tokens, rows = meta.query_start_list[-1], len(meta.seq_lens_list)
-        for slots, table in (meta.tables(FIRST, 1), *meta.others):
+        for slots, table in (meta.tables(0), *meta.others):
             if len(meta.query_start_list) != rows + 1 or slots.shape != (self.tokens,) or table.shape[0] != rows:
                 raise ValueError(f"the parts of a step of {rows} rows and {self.tokens} tokens do not fit each other")
             assert slots.is_contiguous() and table.is_contiguous()
         assert meta.query_start.is_contiguous() and meta.seq_lens.is_contiguous()
-        self._calls: dict[tuple[AttentionLayer, Place, Strides], tuple[Call, int]] = {}
-        self._kept: list[Tables] = []  # to whose numbers the calls point
+        self._calls: dict[tuple[AttentionLayer, int, int, Strides], tuple[Call, int]] = {}
 
     def call(self, cache: LayerCache, strides: Strides) -> int:
         """Return the address of the Call for a layer whose queries, keys and values have these strides."""
-        key = cache.layer, cache.place, strides
+        block = cache.tensor.stride(0)
+        key = cache.layer, cache.group, block, strides
         known = self._calls.get(key)
         if known is None:
-            call = self._create(cache, strides)
+            call = self._create(cache, block * cache.tensor.itemsize, strides)
             known = self._calls[key] = call, ctypes.addressof(call)
         return known[1]
 
-    def _create(self, cache: LayerCache, strides: Strides) -> Call:
+    def _create(self, cache: LayerCache, block_bytes: int, strides: Strides) -> Call:
         meta, layer = self.meta, cache.layer
-        slots, table = tables = meta.tables(cache.place, cache.block_size)
-        self._kept.append(tables)
+        slots, table = meta.tables(cache.group)
         return Call(
             query_start=meta.query_start.data_ptr(),
             seq_lens=meta.seq_lens.data_ptr(),
@@ -90,6 +89,7 @@ class Plan:
             kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
             block_size=cache.block_size,
+            block_bytes=block_bytes,
             q_token=strides[0],
             q_head=strides[1],
             k_token=strides[2],

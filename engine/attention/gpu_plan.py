@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .backend import LayerCache
-from .metadata import AttentionMeta, Place, Tables
+from .metadata import AttentionMeta, Tables
 
 # Tokens of context per part of a row with one query. Fixed, so that a row's result does not depend on other rows.
 SPLIT = 256
@@ -57,16 +57,12 @@ class Plan:
 
     def __init__(self, meta: AttentionMeta) -> None:
         self.meta = meta
-        self._tables: dict[tuple[Place, int], Tables] = {}
         self._on_host: dict[Kind, tuple[list[HostWork], list[HostWork]]] = {}
         self._launches: dict[Kind, Launches] = {}
 
     def tables(self, cache: LayerCache) -> Tables:
         """Return the blocks of a layer."""
-        key = cache.place, cache.block_size
-        if key not in self._tables:
-            self._tables[key] = self.meta.tables(*key)
-        return self._tables[key]
+        return self.meta.tables(cache.group)
 
     def launches(self, kind: Kind) -> Launches:
         """Return the launches for layers of a kind."""

@@ -18,18 +18,6 @@ class Tables(NamedTuple):
     block_table: Tensor  # [rows, max_blocks] int32
 
 
-class Place(NamedTuple):
-    """Whose blocks a layer uses, see CacheGroups. Of `parts` layers that share a place, each has a part of every block:
-    block number b of the pool is block number b * parts + part of the layer's own tensor."""
-
-    group: int = 0
-    parts: int = 1
-    part: int = 0
-
-
-FIRST = Place()
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionMeta:
     """The rows of one step. Row r has the tokens query_start[r] to query_start[r + 1], the last ones of its sequence.
@@ -48,15 +36,9 @@ class AttentionMeta:
     seq_lens_list: list[int]
     others: tuple[Tables, ...] = ()  # slot_mapping and block_table of the groups of layers after the first
 
-    def tables(self, place: Place, block_size: int) -> Tables:
-        """Return the blocks of the layers with this place."""
-        slots, table = self.others[place.group - 1] if place.group else Tables(self.slot_mapping, self.block_table)
-        if place.parts == 1:
-            return Tables(slots, table)
-        own = torch.empty_strided(table.shape, table.stride(), dtype=table.dtype, device=table.device)
-        torch.mul(table, place.parts, out=own).add_(place.part)
-        shift = slots // block_size * (place.parts - 1) + place.part  # of the block
-        return Tables(slots + shift * block_size, own)
+    def tables(self, group: int) -> Tables:
+        """Return the blocks of a group of layers, see CacheGroups."""
+        return self.others[group - 1] if group else Tables(self.slot_mapping, self.block_table)
 
     @classmethod
     def of(

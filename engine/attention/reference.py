@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 from ..config import EngineConfig
 from .backend import LayerCache
 from .layer import LARGEST, AttentionLayer, stored_size
-from .metadata import AttentionMeta, Place
+from .metadata import AttentionMeta
 
 # Keys or values that are gathered at once, in numbers: 2**23 is 16 MiB of bfloat16, which is small compared with a
 # model, and large enough for a gather to run at memory speed.
@@ -38,9 +39,36 @@ class _Decode:
     """Rows of one token whose lengths are within a factor of two, gathered as one padded batch."""
 
     tokens: Tensor  # [rows], indices into the step's tokens
-    pages: Tensor  # [rows, kv_heads, blocks], indices of one head's parts of blocks, see _pages
+    pages: Tensor  # [rows, kv_heads, blocks], indices of one head's parts of blocks, see Pages
     visible: Tensor | None  # [rows, 1, 1, blocks * block_size] bool; None: all of it
     hidden: Tensor | None  # indices of the others among the gathered [rows * kv_heads * blocks * block_size]
+
+
+class Pages(NamedTuple):
+    """The memory of a layer's cache as rows, of which some are the KV heads' parts of blocks: its pages.
+
+    Rows overlap if the distance between blocks is no multiple of a page's size, see CacheGroups.
+    """
+
+    kv_heads: int
+    step: int  # elements from one row to the next
+    block: int  # rows from one block to the next
+    head: int  # rows from one KV head to the next
+
+    @classmethod
+    def of(cls, cache: Tensor) -> Pages:
+        block, head, _ = cache.stride()
+        step = math.gcd(block, head)
+        return cls(cache.shape[1], step, block // step, head // step)
+
+    def rows(self, cache: Tensor) -> Tensor:
+        """Return the rows of a cache, [rows, elements of a page]."""
+        last = (cache.shape[0] - 1) * self.block + (self.kv_heads - 1) * self.head
+        return cache.as_strided((last + 1, cache.shape[2]), (self.step, 1))
+
+    def indices(self, blocks: Tensor) -> Tensor:
+        """Convert block ids [rows, blocks] to indices of pages, [rows, kv_heads, blocks]."""
+        return blocks[:, None, :] * self.block + torch.arange(self.kv_heads, device=blocks.device)[:, None] * self.head
 
 
 class Plan:
@@ -48,24 +76,24 @@ class Plan:
 
     def __init__(self, meta: AttentionMeta) -> None:
         self.meta = meta
-        self._tables: dict[tuple[Place, int], tuple[Tensor, Tensor, Tensor]] = {}
-        self._decodes: dict[tuple[Place, int | None, int, int, int], list[_Decode]] = {}
+        self._tables: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._decodes: dict[tuple[int, int | None, Pages, int, int], list[_Decode]] = {}
 
-    def tables(self, place: Place, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the blocks of the layers with this place: each new token's, its offset in it, and the rows'."""
-        known = self._tables.get((place, block_size))
+    def tables(self, group: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the blocks of a group of layers: each new token's, its offset in it, and the rows'."""
+        known = self._tables.get((group, block_size))
         if known is None:
-            slots, table = self.meta.tables(place, block_size)
-            known = self._tables[place, block_size] = slots // block_size, slots % block_size, table
+            slots, table = self.meta.tables(group)
+            known = self._tables[group, block_size] = slots // block_size, slots % block_size, table
         return known
 
-    def decodes(self, place: Place, window: int | None, kv_heads: int, block_size: int, max_keys: int) -> list[_Decode]:
+    def decodes(self, group: int, window: int | None, pages: Pages, block_size: int, max_keys: int) -> list[_Decode]:
         """Return the step's rows of one token, gathered together; see `_decode_rows`."""
-        key = place, window, kv_heads, block_size, max_keys
+        key = group, window, pages, block_size, max_keys
         known = self._decodes.get(key)
         if known is None:
-            meta = replace(self.meta, block_table=self.tables(place, block_size)[2])
-            known = self._decodes[key] = _decode_rows(meta, window, kv_heads, block_size, max_keys)
+            meta = replace(self.meta, block_table=self.tables(group, block_size)[2])
+            known = self._decodes[key] = _decode_rows(meta, window, pages, block_size, max_keys)
         return known
 
 
@@ -130,7 +158,8 @@ class Reference:
     def attend(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         layer, block_size, tensor, sinks, meta = cache.layer, cache.block_size, cache.tensor, cache.sinks, plan.meta
         head_dim, v_head_dim, window = layer.head_dim, layer.v_head_dim, layer.window
-        block, offset, table = plan.tables(cache.place, block_size)
+        block, offset, table = plan.tables(cache.group, block_size)
+        pages = Pages.of(tensor)
         self._store(k, v, tensor, block, offset)
 
         compute = partial(_attention, scale=layer.scale, softcap=layer.softcap)
@@ -139,7 +168,7 @@ class Reference:
         sink = None if sinks is None else sinks.view(kv_heads, group)
 
         max_keys = max(1, GATHER_NUMBERS // max(head_dim, v_head_dim))
-        for decode in plan.decodes(cache.place, window, kv_heads, block_size, max_keys):
+        for decode in plan.decodes(cache.group, window, pages, block_size, max_keys):
             keys, values = self._gather(tensor, decode.pages, k, v)
             if decode.hidden is not None:
                 # What follows a sequence's end may be NaN, and 0 * NaN is NaN: clear it, masking is not enough.
@@ -161,8 +190,8 @@ class Reference:
                 first, last = length - new + a, length - new + b  # positions of the part's queries
                 low = 0 if window is None else max(0, first - window + 1) // block_size
                 high = -(-last // block_size)
-                pages = _pages(table[row : row + 1, low:high].long(), kv_heads)
-                keys, values = self._gather(tensor, pages, k, v)
+                indices = pages.indices(table[row : row + 1, low:high].long())
+                keys, values = self._gather(tensor, indices, k, v)
                 have = last - low * block_size
                 position = torch.arange(first, last, device=q.device)[:, None]
                 key = torch.arange(low * block_size, last, device=q.device)
@@ -193,7 +222,7 @@ class Reference:
 
     def _gather(self, cache: Tensor, pages: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of `pages`, [rows, kv_heads, tokens, dim], in the dtype of k and v."""
-        flat = cache.view(-1, cache.shape[2])
+        flat = Pages.of(cache).rows(cache)
         line, v_line = (stored_size(x.shape[2], cache.dtype) for x in (k, v))
         split = cache.shape[2] // (line + v_line) * line
         rows, kv_heads, blocks = pages.shape
@@ -242,13 +271,8 @@ def _indexable(x: Tensor) -> Tensor:
     return x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x
 
 
-def _pages(blocks: Tensor, kv_heads: int) -> Tensor:
-    """Convert block ids [rows, blocks] to indices of one head's part of a block, [rows, kv_heads, blocks]."""
-    return blocks[:, None, :] * kv_heads + torch.arange(kv_heads, device=blocks.device)[:, None]
-
-
 def _decode_rows(
-    meta: AttentionMeta, window: int | None, kv_heads: int, block_size: int, max_keys: int
+    meta: AttentionMeta, window: int | None, pages: Pages, block_size: int, max_keys: int
 ) -> list[_Decode]:
     """Return the step's rows of one token, in groups of similar length.
 
@@ -264,7 +288,7 @@ def _decode_rows(
     for span in sorted(spans, reverse=True):
         # The first row of a group is its longest. Padding at most doubles a row's work.
         widest = groups[-1][0][0] if groups else 0
-        if 2 * span[0] >= widest > 0 and (len(groups[-1]) + 1) * widest * block_size * kv_heads <= max_keys:
+        if 2 * span[0] >= widest > 0 and (len(groups[-1]) + 1) * widest * block_size * pages.kv_heads <= max_keys:
             groups[-1].append(span)
         else:
             groups.append([span])
@@ -279,12 +303,12 @@ def _decode_rows(
         if window is not None or any(meta.seq_lens_list[row] != blocks * block_size for _, _, row in group):
             lengths = meta.seq_lens[rows][:, None]
             visible = (position < lengths) & (position >= (0 if window is None else lengths - window))
-            hidden = (~visible)[:, None].expand(-1, kv_heads, -1).reshape(-1).nonzero().view(-1)
+            hidden = (~visible)[:, None].expand(-1, pages.kv_heads, -1).reshape(-1).nonzero().view(-1)
             visible = visible[:, None, None]
         decodes.append(
             _Decode(
                 tokens=torch.tensor([starts[row] for _, _, row in group], device=device),
-                pages=_pages(meta.block_table[rows[:, None], column].long(), kv_heads),
+                pages=pages.indices(meta.block_table[rows[:, None], column].long()),
                 visible=visible,
                 hidden=hidden,
             )

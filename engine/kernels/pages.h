@@ -73,7 +73,7 @@ struct Pages {
 
   // The address of a KV head's part of a block: the page that holds `offset` in the packed layout, else the keys.
   char* address(int64_t block, int64_t head, int64_t offset) const {
-    char* share = cache + (block * call.kv_heads + head) * call.block_size * 2 * line();
+    char* share = cache + block * call.block_bytes + head * call.block_size * 2 * line();
     return share + (packed ? offset / PAGE * page() : 0);
   }
 

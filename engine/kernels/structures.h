@@ -60,6 +60,7 @@ struct Call {
   const int32_t* block_table;  // [rows, width]
   const int64_t* slots;        // [tokens]
   int64_t rows, width, heads, kv_heads, head_dim, block_size;
+  int64_t block_bytes;                                        // from a block of the cache to the next
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides, in numbers
   int64_t window;                                             // 0: none
   float scale, softcap;                                       // 0: none

@@ -84,6 +84,7 @@ class Call(ctypes.Structure):
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
+        ("block_bytes", ctypes.c_int64),
         ("q_token", ctypes.c_int64),
         ("q_head", ctypes.c_int64),
         ("k_token", ctypes.c_int64),

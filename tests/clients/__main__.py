@@ -9,19 +9,26 @@ import sys
 from typing import Any
 
 from . import table
-from .place import Place
+from .place import MODEL, Place
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
     parser.add_argument("--python", help="the interpreter that has the server (default: this one)")
+    parser.add_argument(
+        "--model",
+        default=MODEL,
+        metavar="NAME_OR_FOLDER",
+        help="the model to serve, of which only the form of the answers is checked, e.g. smollm2 after `pequod pull`"
+        " (default: the built-in one, whose answers are known)",
+    )
     parser.add_argument("--webui", type=pathlib.Path, metavar="PROGRAM", help="the program open-webui")
     parser.add_argument("--json", metavar="FILE", help="write every result there, with its seconds")
     parser.add_argument("--client", action="append", choices=table.CLIENTS, help="only this one; several times")
     parser.add_argument("--row", action="append", choices=table.ROWS, help="only this call; several times")
     options = parser.parse_args()
     columns = {}
-    with Place(options.python, options.webui) as place:
+    with Place(options.python, options.webui, options.model) as place:
         for name in options.client or table.CLIENTS:
             absent = table.missing(table.client(name), place)
             if absent is None:

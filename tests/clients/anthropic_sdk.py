@@ -7,7 +7,7 @@ from typing import Any
 
 import anthropic
 
-from .place import ANSWER, ENDLESS, LONG, LOOKOUT_SCHEMA, MESSAGES, SAID, THINKS, THOUGHT, Place, Sighting, raised
+from .place import ENDLESS, LONG, LOOKOUT_SCHEMA, MESSAGES, SAID, THINKS, THOUGHT, Place, Sighting, raised
 from .place import lookout as look
 
 LOOKOUT: Any = {"name": "lookout", "description": "Looks out.", "input_schema": LOOKOUT_SCHEMA}
@@ -28,21 +28,21 @@ def asked(place: Place, **more: Any) -> dict[str, Any]:
 
 def messages(place: Place) -> None:
     answer = client_of(place).messages.create(**asked(place), system="Be brief.")
-    assert ANSWER in answer.content[0].text and answer.stop_reason == "end_turn"
+    assert place.answers(answer.content[0].text) and place.ends(answer.stop_reason)
     assert answer.usage.input_tokens > 0 and answer.usage.output_tokens > 0
 
 
 async def messages_async(place: Place) -> None:
     async with async_client_of(place) as client:
         answers = await asyncio.gather(*(client.messages.create(**asked(place)) for _ in range(4)))
-    assert all(ANSWER in answer.content[0].text for answer in answers)
+    assert all(place.answers(answer.content[0].text) for answer in answers)
 
 
 def messages_stream(place: Place) -> None:
     with client_of(place).messages.stream(**asked(place)) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
-    assert ANSWER in text and text == final.content[0].text
+    assert place.answers(text) and text == final.content[0].text
     events = list(client_of(place).messages.create(**asked(place), stream=True))
     assert (events[0].type, events[-1].type) == ("message_start", "message_stop")
     [delta] = [event for event in events if event.type == "message_delta"]
@@ -51,7 +51,7 @@ def messages_stream(place: Place) -> None:
 
 async def messages_stream_async(place: Place) -> None:
     async with async_client_of(place) as client, client.messages.stream(**asked(place)) as stream:
-        assert ANSWER in "".join([piece async for piece in stream.text_stream])
+        assert place.answers("".join([piece async for piece in stream.text_stream]))
 
 
 def messages_parse(place: Place) -> None:
@@ -61,9 +61,22 @@ def messages_parse(place: Place) -> None:
         assert isinstance(stream.get_final_message().parsed_output, Sighting)
 
 
+def any_tool(*, once: bool) -> Any:
+    """The choice that some tool must be called."""
+    return {"type": "any", "disable_parallel_tool_use": True} if once else {"type": "any"}
+
+
+def text_of(message: Any) -> str:
+    return "".join(block.text for block in message.content if block.type == "text")
+
+
+def called(message: Any) -> list[Any]:
+    return [block for block in message.content if block.type == "tool_use"]
+
+
 def seen(message: Any) -> dict[str, Any]:
     """The turn with what the called tools gave back."""
-    calls = [block for block in message.content if block.type == "tool_use"]
+    calls = called(message)
     assert calls and message.stop_reason == "tool_use"
     results = [{"type": "tool_result", "tool_use_id": call.id, "content": look(**call.input)} for call in calls]
     return {"role": "user", "content": results}
@@ -71,16 +84,19 @@ def seen(message: Any) -> dict[str, Any]:
 
 def messages_tools(place: Place) -> None:
     client, said = client_of(place), [*MESSAGES]
-    for choice in ({"type": "any"}, {"type": "tool", "name": "lookout", "disable_parallel_tool_use": True}):
+    for choice in (
+        any_tool(once=bool(place.one_call)),
+        {"type": "tool", "name": "lookout", "disable_parallel_tool_use": True},
+    ):
         answer = client.messages.create(**asked(place, messages=said), tools=[LOOKOUT], tool_choice=choice)
         said += [{"role": "assistant", "content": answer.content}, seen(answer)]
     last = client.messages.create(**asked(place, messages=said), tools=[LOOKOUT])
-    assert last.content[0].text and last.stop_reason == "end_turn"
+    assert place.goes_on(text_of(last), called(last)) and (called(last) or place.ends(last.stop_reason))
 
     tool = anthropic.beta_tool(look)
-    called = '<tool_call>\n{"name": "lookout", "arguments": {"side": "port", "far": true}}\n</tool_call>'
+    call = '<tool_call>\n{"name": "lookout", "arguments": {"side": "port", "far": true}}\n</tool_call>'
     runner = client.beta.messages.tool_runner(
-        **asked(place, extra_body={**COLD, "structured_outputs": {"choice": [called]}}), tools=[tool], max_iterations=2
+        **asked(place, extra_body={**COLD, "structured_outputs": {"choice": [call]}}), tools=[tool], max_iterations=2
     )
     assert [message.stop_reason for message in runner] == ["tool_use", "tool_use"]
     assert "Far to port" in str(runner.generate_tool_call_response())
@@ -88,13 +104,16 @@ def messages_tools(place: Place) -> None:
 
 def messages_tools_stream(place: Place) -> None:
     client = client_of(place)
-    with client.messages.stream(**asked(place), tools=[LOOKOUT], tool_choice={"type": "any"}) as stream:
+    with client.messages.stream(
+        **asked(place), tools=[LOOKOUT], tool_choice=any_tool(once=bool(place.one_call))
+    ) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         first = stream.get_final_message()
     assert len(pieces) > 1
     said = [*MESSAGES, {"role": "assistant", "content": first.content}, seen(first)]
     with client.messages.stream(**asked(place, messages=said), tools=[LOOKOUT]) as stream:
-        assert stream.get_final_text()
+        last = stream.get_final_message()
+    assert place.goes_on(text_of(last), called(last))
 
 
 def messages_thinking(place: Place) -> None:
@@ -155,4 +174,4 @@ async def hang_up_async(place: Place) -> None:
 def retry(place: Place) -> None:
     with place.full() as url:
         answer = client_of(place, base_url=url, max_retries=10).messages.create(**asked(place))
-    assert ANSWER in answer.content[0].text
+    assert place.answers(answer.content[0].text)

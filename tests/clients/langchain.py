@@ -34,30 +34,30 @@ def anthropic_of(place: Place, **more: Any) -> ChatAnthropic:
     return ChatAnthropic(**{**given, **more})
 
 
-def check_stream(model: Any) -> None:
+def check_stream(place: Place, model: Any) -> None:
     whole: Any = None
     for piece in model.stream(QUESTION):
         whole = piece if whole is None else whole + piece
-    assert ANSWER in whole.text
+    assert place.answers(whole.text)
     assert whole.usage_metadata["output_tokens"] > 0
 
 
-async def check_stream_async(model: Any) -> None:
-    assert ANSWER in "".join([piece.text async for piece in model.astream(QUESTION)])
+async def check_stream_async(place: Place, model: Any) -> None:
+    assert place.answers("".join([piece.text async for piece in model.astream(QUESTION)]))
 
 
-def check_tools(model: Any, *, streamed: bool = False) -> None:
+def check_tools(place: Place, model: Any, *, streamed: bool = False) -> None:
     """A call that must be, its result sent back, and the answer."""
     said: list[BaseMessage] = [HumanMessage(QUESTION)]
     for choice in ("any", "lookout"):
-        bound = model.bind_tools([lookout], tool_choice=choice)
+        bound = model.bind_tools([lookout], tool_choice=choice, **place.one_call)
         answer = joined(bound, said) if streamed else bound.invoke(said)
         assert answer.tool_calls
         said.append(answer)
         said += [ToolMessage(lookout.invoke(call["args"]), tool_call_id=call["id"]) for call in answer.tool_calls]
     free = model.bind_tools([lookout])
     last = joined(free, said) if streamed else free.invoke(said)
-    assert last.text and not last.tool_calls
+    assert place.goes_on(last.text, last.tool_calls)
 
 
 def joined(model: Any, said: list[BaseMessage]) -> Any:
@@ -75,24 +75,24 @@ def check_parse(model: Any, *methods: str) -> None:
 
 def chat(place: Place) -> None:
     answer = model_of(place).invoke([("system", "Be brief."), ("human", QUESTION)])
-    assert ANSWER in answer.text and answer.response_metadata["finish_reason"] == "stop"
-    assert ANSWER in model_of(place).batch([QUESTION, QUESTION])[1].text
+    assert place.answers(answer.text) and place.ends(answer.response_metadata["finish_reason"])
+    assert place.answers(model_of(place).batch([QUESTION, QUESTION])[1].text)
 
 
 async def chat_async(place: Place) -> None:
-    assert ANSWER in (await model_of(place).ainvoke(QUESTION)).text
+    assert place.answers((await model_of(place).ainvoke(QUESTION)).text)
 
 
 def chat_stream(place: Place) -> None:
-    assert ANSWER in "".join(piece.text for piece in model_of(place).stream(QUESTION))
+    assert place.answers("".join(piece.text for piece in model_of(place).stream(QUESTION)))
 
 
 async def chat_stream_async(place: Place) -> None:
-    await check_stream_async(model_of(place))
+    await check_stream_async(place, model_of(place))
 
 
 def chat_usage(place: Place) -> None:
-    check_stream(model_of(place, stream_usage=True))
+    check_stream(place, model_of(place, stream_usage=True))
 
 
 def chat_parse(place: Place) -> None:
@@ -104,11 +104,11 @@ def chat_parse_stream(place: Place) -> None:
 
 
 def chat_tools(place: Place) -> None:
-    check_tools(model_of(place))
+    check_tools(place, model_of(place))
 
 
 def chat_tools_stream(place: Place) -> None:
-    check_tools(model_of(place), streamed=True)
+    check_tools(place, model_of(place), streamed=True)
 
 
 def chat_logprobs(place: Place) -> None:
@@ -119,21 +119,21 @@ def chat_logprobs(place: Place) -> None:
 def responses(place: Place) -> None:
     model = responses_of(place, use_previous_response_id=True)
     first = model.invoke([HumanMessage(QUESTION)])
-    assert ANSWER in first.text
+    assert place.answers(first.text)
     second = model.invoke([HumanMessage(QUESTION), first, HumanMessage("And 3 + 4?")])
     assert second.usage_metadata["input_tokens"] > first.usage_metadata["input_tokens"]
 
 
 async def responses_async(place: Place) -> None:
-    assert ANSWER in (await responses_of(place).ainvoke(QUESTION)).text
+    assert place.answers((await responses_of(place).ainvoke(QUESTION)).text)
 
 
 def responses_stream(place: Place) -> None:
-    check_stream(responses_of(place))
+    check_stream(place, responses_of(place))
 
 
 async def responses_stream_async(place: Place) -> None:
-    await check_stream_async(responses_of(place))
+    await check_stream_async(place, responses_of(place))
 
 
 def responses_parse(place: Place) -> None:
@@ -141,15 +141,15 @@ def responses_parse(place: Place) -> None:
 
 
 def responses_tools(place: Place) -> None:
-    check_tools(responses_of(place))
+    check_tools(place, responses_of(place))
 
 
 def responses_tools_stream(place: Place) -> None:
-    check_tools(responses_of(place), streamed=True)
+    check_tools(place, responses_of(place), streamed=True)
 
 
 def responses_stateless(place: Place) -> None:
-    check_tools(responses_of(place, store=False, include=["reasoning.encrypted_content"]))
+    check_tools(place, responses_of(place, store=False, include=["reasoning.encrypted_content"]))
 
 
 def responses_reasoning(place: Place) -> None:
@@ -161,19 +161,19 @@ def responses_reasoning(place: Place) -> None:
 
 def messages(place: Place) -> None:
     answer = anthropic_of(place).invoke([("system", "Be brief."), ("human", QUESTION)])
-    assert ANSWER in answer.text and answer.usage_metadata["output_tokens"] > 0
+    assert place.answers(answer.text) and answer.usage_metadata["output_tokens"] > 0
 
 
 async def messages_async(place: Place) -> None:
-    assert ANSWER in (await anthropic_of(place).ainvoke(QUESTION)).text
+    assert place.answers((await anthropic_of(place).ainvoke(QUESTION)).text)
 
 
 def messages_stream(place: Place) -> None:
-    check_stream(anthropic_of(place))
+    check_stream(place, anthropic_of(place))
 
 
 async def messages_stream_async(place: Place) -> None:
-    await check_stream_async(anthropic_of(place))
+    await check_stream_async(place, anthropic_of(place))
 
 
 def messages_parse(place: Place) -> None:
@@ -181,11 +181,11 @@ def messages_parse(place: Place) -> None:
 
 
 def messages_tools(place: Place) -> None:
-    check_tools(anthropic_of(place))
+    check_tools(place, anthropic_of(place))
 
 
 def messages_tools_stream(place: Place) -> None:
-    check_tools(anthropic_of(place), streamed=True)
+    check_tools(place, anthropic_of(place), streamed=True)
 
 
 def messages_thinking(place: Place) -> None:
@@ -244,4 +244,4 @@ async def hang_up_async(place: Place) -> None:
 
 def retry(place: Place) -> None:
     with place.full() as url:
-        assert ANSWER in model_of(place, base_url=f"{url}/v1", max_retries=10).invoke(QUESTION).text
+        assert place.answers(model_of(place, base_url=f"{url}/v1", max_retries=10).invoke(QUESTION).text)

@@ -11,7 +11,6 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it downloads
 import litellm
 
 from .place import (
-    ANSWER,
     ENDLESS,
     LONG,
     LOOKOUT_SCHEMA,
@@ -50,21 +49,21 @@ def of_anthropic(place: Place, **more: Any) -> dict[str, Any]:
 
 def chat(place: Place) -> None:
     answer = litellm.completion(**asked(place))
-    assert ANSWER in answer.choices[0].message.content and answer.choices[0].finish_reason == "stop"
+    assert place.answers(answer.choices[0].message.content) and place.ends(answer.choices[0].finish_reason)
 
 
 async def chat_async(place: Place) -> None:
-    assert ANSWER in (await litellm.acompletion(**asked(place))).choices[0].message.content
+    assert place.answers((await litellm.acompletion(**asked(place))).choices[0].message.content)
 
 
 def chat_stream(place: Place) -> None:
     pieces = litellm.completion(**asked(place), stream=True)
-    assert ANSWER in "".join(choice.delta.content or "" for piece in pieces for choice in piece.choices)
+    assert place.answers("".join(choice.delta.content or "" for piece in pieces for choice in piece.choices))
 
 
 async def chat_stream_async(place: Place) -> None:
     stream = await litellm.acompletion(**asked(place), stream=True)
-    assert ANSWER in "".join([c.delta.content or "" async for piece in stream for c in piece.choices])
+    assert place.answers("".join([c.delta.content or "" async for piece in stream for c in piece.choices]))
 
 
 def chat_usage(place: Place) -> None:
@@ -75,7 +74,7 @@ def chat_usage(place: Place) -> None:
 
 def chat_helper(place: Place) -> None:
     pieces = list(litellm.completion(**asked(place), stream=True))
-    assert ANSWER in litellm.stream_chunk_builder(pieces, messages=MESSAGES).choices[0].message.content
+    assert place.answers(litellm.stream_chunk_builder(pieces, messages=MESSAGES).choices[0].message.content)
 
 
 def chat_parse(place: Place) -> None:
@@ -83,27 +82,28 @@ def chat_parse(place: Place) -> None:
     Sighting.model_validate_json(answer.choices[0].message.content)
 
 
-def check_tools(given: dict[str, Any], *, streamed: bool = False) -> None:
+def check_tools(place: Place, given: dict[str, Any], *, streamed: bool = False) -> None:
     """A call that must be, its result sent back, and the answer."""
 
     def said(**more: Any) -> Any:
         answer = litellm.completion(**{**given, "tools": TOOLS, "stream": streamed, **more})
         return (litellm.stream_chunk_builder(list(answer)) if streamed else answer).choices[0].message
 
-    first = said(tool_choice="required")
+    first = said(tool_choice="required", **place.one_call)
     messages = [*given["messages"], first]
     for call in first.tool_calls:
         seen = look(**json.loads(call.function.arguments))
         messages.append({"role": "tool", "tool_call_id": call.id, "name": "lookout", "content": seen})
-    assert said(messages=messages).content
+    last = said(messages=messages)
+    assert place.goes_on(last.content, last.tool_calls)
 
 
 def chat_tools(place: Place) -> None:
-    check_tools(asked(place))
+    check_tools(place, asked(place))
 
 
 def chat_tools_stream(place: Place) -> None:
-    check_tools(asked(place), streamed=True)
+    check_tools(place, asked(place), streamed=True)
 
 
 def chat_reasoning(place: Place) -> None:
@@ -120,21 +120,21 @@ def chat_logprobs(place: Place) -> None:
 
 def responses(place: Place) -> None:
     answer = litellm.responses(**input_of(place))
-    assert ANSWER in answer.output[0].content[0].text
+    assert place.answers(answer.output[0].content[0].text)
 
 
 async def responses_async(place: Place) -> None:
     answer = await litellm.aresponses(**input_of(place))
-    assert ANSWER in answer.output[0].content[0].text
+    assert place.answers(answer.output[0].content[0].text)
 
 
 def responses_stream(place: Place) -> None:
     events = list(litellm.responses(**input_of(place), stream=True))
-    assert ANSWER in "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert place.answers("".join(event.delta for event in events if event.type == "response.output_text.delta"))
 
 
 def responses_tools(place: Place) -> None:
-    first = litellm.responses(**input_of(place), tools=FLAT, tool_choice="required")
+    first = litellm.responses(**input_of(place), tools=FLAT, tool_choice="required", **place.one_call)
     outputs = [
         {"type": "function_call_output", "call_id": call.call_id, "output": look(**json.loads(call.arguments))}
         for call in first.output
@@ -147,25 +147,25 @@ def responses_tools(place: Place) -> None:
 
 def messages(place: Place) -> None:
     answer = litellm.completion(**of_anthropic(place))
-    assert ANSWER in answer.choices[0].message.content
+    assert place.answers(answer.choices[0].message.content)
 
 
 async def messages_async(place: Place) -> None:
     answer: Any = await litellm.anthropic.messages.acreate(**of_anthropic(place, max_tokens=1000))
-    assert ANSWER in answer["content"][0]["text"]
+    assert place.answers(answer["content"][0]["text"])
 
 
 def messages_stream(place: Place) -> None:
     pieces = litellm.completion(**of_anthropic(place), stream=True)
-    assert ANSWER in "".join(choice.delta.content or "" for piece in pieces for choice in piece.choices)
+    assert place.answers("".join(choice.delta.content or "" for piece in pieces for choice in piece.choices))
 
 
 def messages_tools(place: Place) -> None:
-    check_tools(of_anthropic(place))
+    check_tools(place, of_anthropic(place))
 
 
 def messages_tools_stream(place: Place) -> None:
-    check_tools(of_anthropic(place), streamed=True)
+    check_tools(place, of_anthropic(place), streamed=True)
 
 
 def completions(place: Place) -> None:
@@ -208,4 +208,4 @@ async def hang_up_async(place: Place) -> None:
 def retry(place: Place) -> None:
     with place.full() as url:
         answer = litellm.completion(**asked(place, api_base=f"{url}/v1", max_retries=10))
-    assert ANSWER in answer.choices[0].message.content
+    assert place.answers(answer.choices[0].message.content)

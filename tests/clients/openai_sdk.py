@@ -10,7 +10,6 @@ import openai
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from .place import (
-    ANSWER,
     ENDLESS,
     LONG,
     LOOKOUT_SCHEMA,
@@ -44,27 +43,27 @@ def asked(place: Place, **more: Any) -> dict[str, Any]:
 
 def chat(place: Place) -> None:
     answer = client_of(place).chat.completions.create(**asked(place))
-    assert ANSWER in answer.choices[0].message.content
-    assert answer.choices[0].finish_reason == "stop"
+    assert place.answers(answer.choices[0].message.content)
+    assert place.ends(answer.choices[0].finish_reason)
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
 async def chat_async(place: Place) -> None:
     async with async_client_of(place) as client:
         answers = await asyncio.gather(*(client.chat.completions.create(**asked(place)) for _ in range(4)))
-    assert all(ANSWER in answer.choices[0].message.content for answer in answers)
+    assert all(place.answers(answer.choices[0].message.content) for answer in answers)
 
 
 def chat_stream(place: Place) -> None:
     pieces = list(client_of(place).chat.completions.create(**asked(place), stream=True))
-    assert ANSWER in "".join(choice.delta.content or "" for piece in pieces for choice in piece.choices)
-    assert pieces[-1].choices[0].finish_reason == "stop"
+    assert place.answers("".join(choice.delta.content or "" for piece in pieces for choice in piece.choices))
+    assert place.ends(pieces[-1].choices[0].finish_reason)
 
 
 async def chat_stream_async(place: Place) -> None:
     async with async_client_of(place) as client:
         stream = await client.chat.completions.create(**asked(place), stream=True)
-        assert ANSWER in "".join([c.delta.content or "" async for piece in stream for c in piece.choices])
+        assert place.answers("".join([c.delta.content or "" async for piece in stream for c in piece.choices]))
 
 
 def chat_usage(place: Place) -> None:
@@ -77,7 +76,7 @@ def chat_usage(place: Place) -> None:
 def chat_helper(place: Place) -> None:
     with client_of(place).chat.completions.stream(**asked(place)) as stream:
         kinds = {event.type for event in stream}
-        assert ANSWER in stream.get_final_completion().choices[0].message.content
+        assert place.answers(stream.get_final_completion().choices[0].message.content)
     assert {"chunk", "content.delta", "content.done"} <= kinds
 
 
@@ -101,7 +100,8 @@ def seen(call: ChatCompletionMessageFunctionToolCall) -> dict[str, Any]:
 def chat_tools(place: Place) -> None:
     client, messages = client_of(place), [*MESSAGES]
     for choice in ("required", {"type": "function", "function": {"name": "lookout"}}):
-        first = client.chat.completions.create(**asked(place, messages=messages), tools=TOOLS, tool_choice=choice)
+        more = {"tools": TOOLS, "tool_choice": choice, **place.one_call}
+        first = client.chat.completions.create(**asked(place, messages=messages, **more))
         assert first.choices[0].finish_reason == "tool_calls"
         message = first.choices[0].message
         messages += [message, *map(seen, message.tool_calls)]
@@ -111,23 +111,26 @@ def chat_tools(place: Place) -> None:
 
 def chat_tools_stream(place: Place) -> None:
     client = client_of(place)
-    with client.chat.completions.stream(**asked(place), tools=TOOLS, tool_choice="required") as stream:
+    more = {"tools": TOOLS, "tool_choice": "required", **place.one_call}
+    with client.chat.completions.stream(**asked(place, **more)) as stream:
         kinds = {event.type for event in stream}
         message = stream.get_final_completion().choices[0].message
     assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
     assert {*message.tool_calls[0].function.parsed_arguments} == {"side", "far"}
     messages = [*MESSAGES, message, *map(seen, message.tool_calls)]
     with client.chat.completions.stream(**asked(place, messages=messages), tools=TOOLS) as stream:
-        assert stream.get_final_completion().choices[0].message.content
+        last = stream.get_final_completion().choices[0].message
+    assert place.goes_on(last.content, last.tool_calls)
 
 
 async def chat_tools_async(place: Place) -> None:
     async with async_client_of(place) as client:
-        first = await client.chat.completions.create(**asked(place), tools=TOOLS, tool_choice="required")
+        more = {"tools": TOOLS, "tool_choice": "required", **place.one_call}
+        first = await client.chat.completions.create(**asked(place, **more))
         message = first.choices[0].message
         messages = [*MESSAGES, message.model_dump(), *map(seen, message.tool_calls)]
         last = await client.chat.completions.create(**asked(place, messages=messages), tools=TOOLS)
-    assert last.choices[0].message.content
+    assert place.goes_on(last.choices[0].message.content, last.choices[0].message.tool_calls)
 
 
 def chat_reasoning(place: Place) -> None:
@@ -145,7 +148,7 @@ def chat_logprobs(place: Place) -> None:
 def responses(place: Place) -> None:
     client = client_of(place)
     answer = client.responses.create(model=place.model, input=QUESTION, temperature=0)
-    assert ANSWER in answer.output_text and answer.status == "completed"
+    assert place.answers(answer.output_text) and place.ends(answer.status)
     assert client.responses.retrieve(answer.id).output_text == answer.output_text
     items = client.responses.input_items.list(answer.id)
     assert QUESTION in items.data[0].content[0].text
@@ -154,7 +157,7 @@ def responses(place: Place) -> None:
 async def responses_async(place: Place) -> None:
     async with async_client_of(place) as client:
         answer = await client.responses.create(model=place.model, input=QUESTION, temperature=0)
-    assert ANSWER in answer.output_text
+    assert place.answers(answer.output_text)
 
 
 def responses_stream(place: Place) -> None:
@@ -162,7 +165,7 @@ def responses_stream(place: Place) -> None:
         events = list(stream)
         final = stream.get_final_response()
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert ANSWER in text and text == final.output_text
+    assert place.answers(text) and text == final.output_text
     assert [event.sequence_number for event in events] == [*range(len(events))]
 
 
@@ -170,7 +173,7 @@ async def responses_stream_async(place: Place) -> None:
     async with async_client_of(place) as client:
         stream = await client.responses.create(model=place.model, input=QUESTION, temperature=0, stream=True)
         kinds = [event.type async for event in stream]
-    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+    assert kinds[0] == "response.created" and place.ends(kinds[-1].removeprefix("response."))
 
 
 def responses_parse(place: Place) -> None:
@@ -181,43 +184,48 @@ def responses_parse(place: Place) -> None:
         assert isinstance(stream.get_final_response().output_parsed, Sighting)
 
 
+def called(response: Any) -> list[Any]:
+    return [item for item in response.output if item.type == "function_call"]
+
+
 def outputs(response: Any) -> list[Any]:
     """The items with what the called tools gave back."""
-    calls = [item for item in response.output if item.type == "function_call"]
-    assert calls
+    assert called(response)
     return [
         {"type": "function_call_output", "call_id": call.call_id, "output": look(**json.loads(call.arguments))}
-        for call in calls
+        for call in called(response)
     ]
 
 
 def responses_tools(place: Place) -> None:
-    client, shared = client_of(place), {"model": place.model, "tools": FLAT, "temperature": 0}
+    client, shared = client_of(place), {"model": place.model, "tools": FLAT, "temperature": 0, **place.one_call}
     first = client.responses.create(**shared, input=QUESTION, tool_choice="required")
     named = {"type": "function", "name": "lookout"}
     second = client.responses.create(**shared, input=outputs(first), previous_response_id=first.id, tool_choice=named)
     last = client.responses.create(**shared, input=outputs(second), previous_response_id=second.id)
-    assert last.output_text and last.usage.input_tokens > second.usage.input_tokens > first.usage.input_tokens
+    assert place.goes_on(last.output_text, called(last))
+    assert last.usage.input_tokens > second.usage.input_tokens > first.usage.input_tokens
 
 
 def responses_tools_stream(place: Place) -> None:
-    client, shared = client_of(place), {"model": place.model, "tools": FLAT, "temperature": 0}
+    client, shared = client_of(place), {"model": place.model, "tools": FLAT, "temperature": 0, **place.one_call}
     with client.responses.stream(**shared, input=QUESTION, tool_choice="required") as stream:
         kinds = {event.type for event in stream}
         first = stream.get_final_response()
     assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
     with client.responses.stream(**shared, input=outputs(first), previous_response_id=first.id) as stream:
-        assert stream.get_final_response().output_text
+        last = stream.get_final_response()
+    assert place.goes_on(last.output_text, called(last))
 
 
 def responses_stateless(place: Place) -> None:
     client = client_of(place)
-    shared = {"model": place.model, "tools": FLAT, "temperature": 0, "store": False}
+    shared = {"model": place.model, "tools": FLAT, "temperature": 0, "store": False, **place.one_call}
     include = ["reasoning.encrypted_content"]
     said: list[Any] = [{"role": "user", "content": QUESTION}]
     first = client.responses.create(**shared, input=said, tool_choice="required", include=include)
     last = client.responses.create(**shared, input=[*said, *first.output, *outputs(first)], include=include)
-    assert last.output_text
+    assert place.goes_on(last.output_text, called(last))
 
 
 def responses_reasoning(place: Place) -> None:
@@ -301,4 +309,4 @@ async def hang_up_async(place: Place) -> None:
 def retry(place: Place) -> None:
     with place.full() as url:
         answer = client_of(place, base_url=f"{url}/v1", max_retries=10).chat.completions.create(**asked(place))
-    assert ANSWER in answer.choices[0].message.content
+    assert place.answers(answer.choices[0].message.content)

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 KEY = "sk-whale"
 MODEL = "builtin"
+# What the built-in model is asked, and answers.
 ANSWER = "12"
 QUESTION = "What is 7 + 5?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -59,19 +60,27 @@ LOOKOUT_SCHEMA = {
 
 
 class Place:
-    """A server with the built-in model that asks for a key; a second one thinks, and is full when it is wanted."""
+    """A server that asks for a key; a second one thinks, and is full when it is wanted.
+
+    `model`: what is served, by name or folder. What the built-in model says is known. Of any other model the form is
+    checked: that there is an answer, that it follows its schema, that a call of a tool is parsed.
+    """
 
     key = KEY
-    model = MODEL
 
-    def __init__(self, python: str | None = None, webui: pathlib.Path | None = None) -> None:
+    def __init__(self, python: str | None = None, webui: pathlib.Path | None = None, model: str = MODEL) -> None:
         self._stack = contextlib.ExitStack()
+        self.model = pathlib.PurePath(model).name
+        self.is_builtin = model == MODEL
+        # Another model, if it is small, repeats a call that must be until its context is full.
+        self.one_call: dict[str, Any] = {} if self.is_builtin else {"parallel_tool_calls": False}
+        self._serve = model, "--served-model-name", self.model, "--api-key", KEY
         self._once: dict[Any, Any] = {}
         self.python = python
         self.webui = webui
         # One loop for all calls: some clients keep connections for later ones.
         self.runner = self._stack.enter_context(asyncio.Runner())
-        self.server = self._stack.enter_context(Server("--api-key", KEY, python=python))
+        self.server = self._stack.enter_context(Server(*self._serve, python=python))
 
     def __enter__(self) -> Place:
         return self
@@ -91,6 +100,19 @@ class Place:
             raise made
         return made
 
+    def answers(self, text: str | None, answer: str = ANSWER) -> bool:
+        """Whether a text answers the question."""
+        return answer in (text or "") if self.is_builtin else bool(text)
+
+    def ends(self, reason: str | None) -> bool:
+        """Whether an answer has ended as it should: the built-in model ends by itself, any other perhaps at a limit."""
+        limits = () if self.is_builtin else ("length", "max_tokens", "incomplete")
+        return reason in ("stop", "end_turn", "completed", *limits)
+
+    def goes_on(self, text: str | None, calls: object = None) -> bool:
+        """Whether a model goes on as it should after the result of a tool: the built-in one with a text alone."""
+        return bool(text) and not calls if self.is_builtin else bool(text or calls)
+
     @property
     def url(self) -> str:
         """The address for clients that add /v1 themselves."""
@@ -103,7 +125,7 @@ class Place:
     @functools.cached_property
     def _small(self) -> Server:
         flags = ("--reasoning-parser", "think", "--max-num-seqs", "1", "--max-num-queued-reqs", "1")
-        return self._stack.enter_context(Server("--api-key", KEY, *flags, python=self.python))
+        return self._stack.enter_context(Server(*self._serve, *flags, python=self.python))
 
     @property
     def thinker(self) -> Place:

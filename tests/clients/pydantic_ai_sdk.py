@@ -13,7 +13,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from .place import ANSWER, ENDLESS, LONG, QUESTION, SAID, THINKS, THOUGHT, Place, Sighting, raised
+from .place import ENDLESS, LONG, QUESTION, SAID, THINKS, THOUGHT, Place, Sighting, raised
 from .place import lookout as look
 
 COLD: Any = {"temperature": 0}
@@ -39,20 +39,20 @@ def messages_of(place: Place) -> AnthropicModel:
     return AnthropicModel(place.model, provider=AnthropicProvider(base_url=place.url, api_key=place.key))
 
 
-def check(model: Any) -> None:
+def check(place: Place, model: Any) -> None:
     agent = Agent(model, system_prompt="Be brief.", model_settings=COLD)
     first = agent.run_sync(QUESTION)
-    assert ANSWER in first.output and first.usage.output_tokens > 0
+    assert place.answers(first.output) and first.usage.output_tokens > 0
     assert agent.run_sync(QUESTION, message_history=first.all_messages()).output
 
 
-async def check_async(model: Any) -> None:
-    assert ANSWER in (await Agent(model, model_settings=COLD).run(QUESTION)).output
+async def check_async(place: Place, model: Any) -> None:
+    assert place.answers((await Agent(model, model_settings=COLD).run(QUESTION)).output)
 
 
-async def check_stream(model: Any) -> None:
+async def check_stream(place: Place, model: Any) -> None:
     async with Agent(model, model_settings=COLD).run_stream(QUESTION) as result:
-        assert ANSWER in "".join([piece async for piece in result.stream_text(delta=True)])
+        assert place.answers("".join([piece async for piece in result.stream_text(delta=True)]))
         assert result.usage.output_tokens > 0
 
 
@@ -62,17 +62,17 @@ def check_parse(model: Any, *outputs: Any) -> None:
         assert isinstance(made, Sighting)
 
 
-def agent_of(model: Any) -> Agent[Any, Any]:
-    return Agent(model, tools=[look], capabilities=[CallsFirst()], model_settings=COLD)
+def agent_of(place: Place, model: Any) -> Agent[Any, Any]:
+    return Agent(model, tools=[look], capabilities=[CallsFirst()], model_settings={**COLD, **place.one_call})
 
 
-def check_tools(model: Any) -> None:
-    result = agent_of(model).run_sync(QUESTION)
+def check_tools(place: Place, model: Any) -> None:
+    result = agent_of(place, model).run_sync(QUESTION)
     assert result.output and has_return(result)
 
 
-async def check_tools_stream(model: Any) -> None:
-    async with agent_of(model).run_stream(QUESTION) as result:
+async def check_tools_stream(place: Place, model: Any) -> None:
+    async with agent_of(place, model).run_stream(QUESTION) as result:
         assert await result.get_output()
         assert has_return(result)
 
@@ -92,15 +92,15 @@ def check_reasoning(model: Any, **more: Any) -> None:
 
 
 def chat(place: Place) -> None:
-    check(chat_of(place))
+    check(place, chat_of(place))
 
 
 async def chat_async(place: Place) -> None:
-    await check_async(chat_of(place))
+    await check_async(place, chat_of(place))
 
 
 async def chat_stream_async(place: Place) -> None:
-    await check_stream(chat_of(place))
+    await check_stream(place, chat_of(place))
 
 
 def chat_parse(place: Place) -> None:
@@ -108,11 +108,11 @@ def chat_parse(place: Place) -> None:
 
 
 def chat_tools(place: Place) -> None:
-    check_tools(chat_of(place))
+    check_tools(place, chat_of(place))
 
 
 async def chat_tools_stream(place: Place) -> None:
-    await check_tools_stream(chat_of(place))
+    await check_tools_stream(place, chat_of(place))
 
 
 def chat_reasoning(place: Place) -> None:
@@ -120,15 +120,15 @@ def chat_reasoning(place: Place) -> None:
 
 
 def responses(place: Place) -> None:
-    check(responses_of(place))
+    check(place, responses_of(place))
 
 
 async def responses_async(place: Place) -> None:
-    await check_async(responses_of(place))
+    await check_async(place, responses_of(place))
 
 
 async def responses_stream_async(place: Place) -> None:
-    await check_stream(responses_of(place))
+    await check_stream(place, responses_of(place))
 
 
 def responses_parse(place: Place) -> None:
@@ -136,11 +136,11 @@ def responses_parse(place: Place) -> None:
 
 
 def responses_tools(place: Place) -> None:
-    check_tools(responses_of(place))
+    check_tools(place, responses_of(place))
 
 
 async def responses_tools_stream(place: Place) -> None:
-    await check_tools_stream(responses_of(place))
+    await check_tools_stream(place, responses_of(place))
 
 
 def responses_reasoning(place: Place) -> None:
@@ -148,15 +148,15 @@ def responses_reasoning(place: Place) -> None:
 
 
 def messages(place: Place) -> None:
-    check(messages_of(place))
+    check(place, messages_of(place))
 
 
 async def messages_async(place: Place) -> None:
-    await check_async(messages_of(place))
+    await check_async(place, messages_of(place))
 
 
 async def messages_stream_async(place: Place) -> None:
-    await check_stream(messages_of(place))
+    await check_stream(place, messages_of(place))
 
 
 def messages_parse(place: Place) -> None:
@@ -165,11 +165,11 @@ def messages_parse(place: Place) -> None:
 
 
 def messages_tools(place: Place) -> None:
-    check_tools(messages_of(place))
+    check_tools(place, messages_of(place))
 
 
 async def messages_tools_stream(place: Place) -> None:
-    await check_tools_stream(messages_of(place))
+    await check_tools_stream(place, messages_of(place))
 
 
 def messages_thinking(place: Place) -> None:

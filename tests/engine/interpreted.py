@@ -21,7 +21,7 @@ from engine.models import on_gpu
 from engine.runner import logits_choice
 from tests.engine.interpreter import hasten
 from tests.engine.test_attention import CPU, Pool, layer_of
-from tests.engine.test_windows import check_shared_places, check_unread
+from tests.engine.test_windows import SHARING, check_shared_places, check_unread
 from tests.models import make
 
 hasten()
@@ -173,8 +173,10 @@ def test_nothing_before_a_window_is_read(small, held):
     check_unread(PagedGPU(), held, 4, 16, [(0, 30), (30, 31), (31, 58), (58, 59), (59, 60)])
 
 
-def test_layers_that_share_a_place_do_not_touch_the_parts_of_others(small):
-    check_shared_places(PagedGPU(), torch.float32)
+@pytest.mark.parametrize("held", [torch.float32, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shapes", SHARING[:2])
+def test_layers_that_share_a_place_do_not_touch_the_parts_of_others(small, held, shapes):
+    check_shared_places(PagedGPU(), held, shapes)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_neox"])

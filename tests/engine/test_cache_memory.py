@@ -44,6 +44,15 @@ def test_layers_are_populated_up_to_the_limit_and_keep_what_they_have():
     assert not population.advance()
 
 
+def test_layers_with_parts_of_the_same_blocks_are_populated_together():
+    memory = empty(64 << 20)
+    population = Population([memory.view(4, -1)[:, : 1 << 20], memory.view(4, -1)[:, 1 << 20 :]])
+    before = resident()
+    while population.advance():
+        pass
+    assert 56 << 20 < resident() - before < 72 << 20
+
+
 def test_a_turn_is_short(monkeypatch):
     layer = empty(64 << 20)
     population = Population([layer])

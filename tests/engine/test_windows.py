@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from engine.blocks import BlockPool
 from engine.cache_groups import CacheGroups
 from engine.config import EngineConfig
 from engine.memory import Machine
+from engine.models import describe
 from engine.models import spec as model_spec
 from engine.prefix_cache import PrefixCache
 from engine.types import ConfigError
@@ -63,9 +65,9 @@ def test_layers_are_divided_by_their_windows(windows, groups, places):
     assert found.block_bytes(16, 1000 * len(windows)) == 16 * 1000 * places
 
 
-def test_layers_of_different_sizes_are_one_group_with_the_widest_window():
-    assert CacheGroups.of([8, None, 8], 100, [2, 3, 2]).windows == (None,)
-    assert CacheGroups.of([8, 16, 8], 100, [1, 1, 2]).windows == (16,)
+def test_layers_that_groups_do_not_suit_are_one_group_with_the_widest_window():
+    assert CacheGroups.of([8, None, 8], 100, [3, 4, 3]).windows == (None,), "a sixth of 12 would be wasted"
+    assert CacheGroups.of([8, 16, 8], 100, [1, 1, 2]).windows == (16,), "a window with layers of two sizes"
     assert CacheGroups.of([100, 100], 100).windows == (None,), "no sequence leaves the window"
 
 
@@ -87,6 +89,34 @@ def test_layers_that_take_less_memory_share_a_place(num_layers, every, sizes, gr
     for (_, _, (parts, part)), size in zip(shares, each, strict=True):
         assert parts * size == max(sizes) and 0 <= part < parts
     assert found.block_bytes(16, 100 * sum(each)) == 16 * 100 * max(sizes) * places
+
+
+@pytest.mark.parametrize(
+    ("pattern_of", "sizes", "groups", "parts", "size"),
+    [
+        ((60, 6), (8320, 4128), 7, (1, 2), 9 * 8320),  # Gemma 4 with an int8 cache: each key and value has a scale
+        ((15, 5), (520, 1032), 3, (2, 1), 3 * 1040),
+        ((30, 6), (4160, 2064), 8, (1, 2), 4 * 4160),
+        ((60, 6), (6, 10), 7, (2, 1), 5 * 12),  # two more of the small ones than of places of 10
+        ((60, 6), (10, 6), 6, (1, 1), 10 * 10),
+        ((60, 6), (9, 10), 6, (1, 1), 10 * 10),
+        ((6, 6), (6, 10), 1, (1, 1), 40),  # 48 with a fifth that no layer uses
+        ((4, 2), (5, 8), 1, (1, 1), 26),
+    ],
+)
+def test_a_place_may_be_larger_than_the_layers_that_share_it(pattern_of, sizes, groups, parts, size):
+    windows = pattern(*pattern_of, 1024)
+    each = [sizes[window is None] for window in windows]
+    found = CacheGroups.of(windows, LONG, each)
+    assert len(found.windows) == groups and found.block_bytes(16, sum(each)) == 16 * size
+    assert [count for count, _ in found.shares] == [parts[window is None] for window in windows]
+    kept: Counter[int] = Counter()
+    for group in range(groups):
+        of_place: Counter[int] = Counter()
+        for own, place, taken in zip(found.of_layer, found.places, each, strict=True):
+            of_place[place] += taken * (own == group)
+        kept |= of_place
+    assert sum(kept.values()) <= size, "a block has room for each group's layers"
 
 
 @pytest.mark.parametrize("windows", [(None,), (7,), (None, 9), (9, None, 3, None), (1, 2)])
@@ -241,7 +271,8 @@ def check_unread(backend, held: torch.dtype, block_size: int, dim: int, steps: l
     cache = KVCache.allocate(
         backend, layers, num_blocks=2 * num_blocks + 1, block_size=block_size, dtype=held, device=CPU, groups=groups
     )
-    assert cache.layers[0].tensor is cache.layers[1].tensor is not cache.layers[2].tensor
+    addresses = [layer.tensor.data_ptr() for layer in cache.layers]
+    assert addresses[0] == addresses[1] != addresses[2]
     draw = torch.Generator().manual_seed(1)
     q = torch.randn(length, 4, dim, generator=draw).to(dtype)
     k, v = (torch.randn(length, 2, dim, generator=draw).to(dtype) for _ in range(2))
@@ -275,17 +306,25 @@ def test_nothing_before_a_window_is_read(backend, held, block_size, dim):
     check_unread(backend, held, block_size, dim, steps)
 
 
-def check_shared_places(backend, held: torch.dtype) -> None:
-    """Layers of 2 x 8, 1 x 16 and 2 x 16 numbers: the first two have equal parts of the blocks of the third."""
-    shapes = ((2, 8), (1, 16), (2, 16))
+# KV heads and numbers of a head, of two layers that share a place and of one that has it alone: they fill it, the third
+# leaves some of it, and the first two do.
+SHARING = [((2, 8), (2, 8), (2, 16)), ((2, 16), (2, 16), (2, 24)), ((1, 16), (1, 16), (3, 16))]
+
+
+def check_shared_places(backend, held: torch.dtype, shapes: tuple[tuple[int, int], ...], block_size: int = 4) -> None:
+    """Layers of three shapes, see SHARING, compute the same as each in a cache of its own."""
+    dtype = torch.float32 if held in LARGEST else held
     layers = [
-        AttentionLayer(4, *shape, shape[1], 0.3, window) for shape, window in zip(shapes, (9, 9, None), strict=True)
+        AttentionLayer(6, *shape, shape[1], 0.3, window) for shape, window in zip(shapes, (9, 9, None), strict=True)
     ]
     groups = CacheGroups((9, None), (0, 0, 1), (2, 2, 1))
-    cache = KVCache.allocate(backend, layers, num_blocks=12, block_size=4, dtype=held, device=CPU, groups=groups)
-    assert len({layer.tensor.data_ptr() for layer in cache.layers}) == 1
+    cache = KVCache.allocate(
+        backend, layers, num_blocks=12, block_size=block_size, dtype=held, device=CPU, groups=groups
+    )
+    assert len({layer.tensor.untyped_storage().data_ptr() for layer in cache.layers}) == 1
     alone = [
-        KVCache.allocate(backend, [layer], num_blocks=12, block_size=4, dtype=held, device=CPU) for layer in layers
+        KVCache.allocate(backend, [layer], num_blocks=12, block_size=block_size, dtype=held, device=CPU)
+        for layer in layers
     ]
     for each in (cache, *alone):
         for layer in each.layers:
@@ -294,7 +333,7 @@ def check_shared_places(backend, held: torch.dtype) -> None:
 
     def plans(start: int, end: int) -> tuple[AttentionMeta, AttentionMeta]:
         one, other = (
-            AttentionMeta.of([(blocks[: -(-end // 4)], start, end - start)], 4)
+            AttentionMeta.of([(blocks[: -(-end // block_size)], start, end - start)], block_size)
             for blocks in ([7, 2, 9, 0, 4], [1, 11, 3, 5, 8])
         )
         return replace(one, others=(Tables(other.slot_mapping, other.block_table),)), other
@@ -303,36 +342,41 @@ def check_shared_places(backend, held: torch.dtype) -> None:
         meta, other = plans(start, end)
         shared = cache.plan(meta)
         for index, (heads, dim) in enumerate(shapes):
-            q = torch.randn(end - start, 4, dim, generator=draw).to(held)
-            k, v = (torch.randn(end - start, heads, dim, generator=draw).to(held) for _ in range(2))
+            q = torch.randn(end - start, 6, dim, generator=draw).to(dtype)
+            k, v = (torch.randn(end - start, heads, dim, generator=draw).to(dtype) for _ in range(2))
             plan_alone = alone[index].plan(other if index == 2 else replace(meta, others=()))
             found, want = cache.attend(index, q, k, v, shared), alone[index].attend(0, q, k, v, plan_alone)
             assert not found.isnan().any() and torch.equal(found, want), (start, index)
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: type(backend).__name__)
-@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
-def test_layers_that_share_a_place_do_not_touch_the_parts_of_others(backend, held):
-    check_shared_places(backend, held)
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shapes", SHARING)
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_layers_that_share_a_place_do_not_touch_the_parts_of_others(backend, held, shapes, block_size):
+    check_shared_places(backend, held, shapes, block_size)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "kv_dtype"),
+    ("name", "dtype", "more"),
     [
-        ("gemma2", "bfloat16", "auto"),
-        ("gemma3_text", "bfloat16", "int8"),
-        ("mistral", "float32", "auto"),
-        ("smollm3-window", "bfloat16", "auto"),
-        ("gpt_oss", "float32", "auto"),
-        ("gemma4_text", "bfloat16", "auto"),
-        ("gemma4_text-small", "float32", "auto"),
+        ("gemma2", "bfloat16", {}),
+        ("gemma3_text", "bfloat16", {"kv_dtype": "int8"}),
+        ("mistral", "float32", {}),
+        ("smollm3-window", "bfloat16", {}),
+        ("gpt_oss", "float32", {}),
+        ("gemma4_text", "bfloat16", {}),
+        ("gemma4_text-small", "float32", {}),
+        ("gemma4_text-small", "bfloat16", {"kv_dtype": "int8"}),
+        ("gemma4_text-small", "float32", {"kv_dtype": "int8", "attention": "reference"}),
     ],
 )
-async def test_freed_blocks_change_no_bit(tmp_path, name, dtype, kv_dtype, monkeypatch):
+async def test_freed_blocks_change_no_bit(tmp_path, name, dtype, more, monkeypatch):
     """Alone, in a batch, in chunks, after hits in the cache, and when requests are preempted."""
     folder = make(name, tmp_path, dtype=getattr(torch, dtype))
-    base = {"model": str(folder), "device": "cpu", "dtype": dtype, "max_seqs": 8, "threads": 1, "kv_dtype": kv_dtype}
-    base |= {"debug": True}
+    base = {"model": str(folder), "device": "cpu", "dtype": dtype, "max_seqs": 8, "threads": 1, "debug": True}
+    base |= more
+    assert any(describe(folder, EngineConfig(**base)).groups.windows), "there are blocks to free"
     with monkeypatch.context() as patch:
         whole = property(lambda self: CacheGroups((None,), (0,) * len(self.layers)))
         patch.setattr(model_spec.ModelSpec, "groups", whole)
