@@ -1,6 +1,6 @@
 """CacheGroups: layers that share the blocks of the KV cache, so that those with a sliding window can free theirs.
 
-Layers with the same window are divided into groups of at most as many layers as the cache has tensors. A layer uses the
+Layers with the same window are divided into groups of at most as many places as the cache has tensors. A layer uses the
 tensor at its place in its group, and a block belongs to one group of one sequence: the pool stays one, and all blocks
 have the same size. The method is that of vLLM's hybrid KV cache manager. Where a token takes less memory in some
 layers, several of these share a place: each has a part of every block, and what their sizes leave of it is not used.
@@ -15,7 +15,8 @@ from msgspec import Struct, structs
 
 # More groups need less memory in some models, and each takes time on the host in every step.
 MAX_GROUPS = 8
-# Memory that no layer uses is wasted while sequences are shorter than the windows: of places, and within them.
+# Limits on memory that no layer uses, as a share of what is used: of places without a layer, and within places. It is
+# lost while sequences are shorter than the windows.
 MAX_PADDING = 0.15
 # A gain in memory for which groups are worth the time that they take.
 MIN_GAIN = 0.1
@@ -47,7 +48,7 @@ class CacheGroups(Struct, frozen=True, array_like=True):
             return whole
         length = {window: window or max_len for window in counts}
         best, least = whole, (1 - MIN_GAIN) * sum(sizes) * length[widest]
-        # A place has as much memory as the largest layer, or a little more, so that several of a smaller size fill it.
+        # A place has one layer of the largest size, or that rounded up to a multiple of another layer's size.
         for place in sorted({-(-max(sizes) // size) * size for size in of_window.values()}):
             parts = {window: place // size for window, size in of_window.items()}
             needed = {window: -(-count // parts[window]) for window, count in counts.items()}  # places

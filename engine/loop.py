@@ -138,7 +138,8 @@ class EngineLoop:
     async def _finish(self, flight: Flight, turn: asyncio.Future[StepResult | None]) -> None:
         """Sample the rows with a grammar; then collect the step, or leave it in flight."""
         if flight.grammar_rows:  # the masks depend on the tokens of the step before, which has been collected
-            turn = self.model_thread.call(self._sample, flight, self._masks(flight))
+            launched, turn = turn, self.model_thread.call(self._sample, flight, self._masks(flight))
+            await launched  # raises why it failed
         result = await turn
         if flight.step is None:
             self._abandon(flight)

@@ -37,7 +37,7 @@ def chain(parent: bytes, token_ids: Ids[int], extras: tuple[str, ...] = ()) -> b
 
 
 class PrefixCache:
-    """Owner of the blocks of all sequences: their fields from `block_ids` to `publish_at`."""
+    """Owner of all sequences' `block_ids`, `capacity`, `num_freed`, `hashes`, `num_published` and `publish_at`."""
 
     def __init__(
         self,

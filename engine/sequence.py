@@ -43,7 +43,7 @@ class Sequence:
     num_freed: list[int] = field(default_factory=list)  # of each window, the number of blocks that are before it
     hashes: list[bytes] = field(default_factory=list)  # of the first full blocks, as far as they were needed
     num_published: int = 0  # blocks that other sequences can find
-    publish_at: int = 0  # number of computed tokens from which a block is to be published or freed
+    publish_at: int = 0  # number of computed tokens at which the next block is to be published or freed
     status: Status = Status.WAITING
     new_to_runner: bool = True  # its next row carries all block ids
     num_sent_blocks: int = 0  # block ids that the runner has

@@ -76,7 +76,7 @@ class _Worker:
         return 0
 
     async def _engine(self, load: channel.Load) -> None:
-        await self.imported  # importing again after a failure would raise another error
+        await self.imported  # raises why it failed; a second import of the module would raise another error
         for name, value in load.environment.items():  # not during the import, when libraries read it
             if value is None:
                 os.environ.pop(name, None)

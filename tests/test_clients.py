@@ -105,12 +105,14 @@ def test_a_failure_is_reported_with_its_reason():
     ]  # fmt: skip
 
 
-def test_of_another_model_than_the_built_in_one_the_form_of_an_answer_is_checked(place):
+def test_only_the_form_of_another_models_response_is_checked(place):
     other = copy.copy(place)
     other.is_builtin = False
     assert place.answers("It is 12.") and not place.answers("It is 13.") and not place.answers(None)
-    assert other.answers("It is 13.") and not other.answers("") and not other.answers(None)
-    assert place.ends("stop") and not place.ends("length") and not place.ends(None)
-    assert other.ends("end_turn") and other.ends("incomplete") and not other.ends("error")
+    assert other.answers("It is 13.") and not other.answers(" ") and not other.answers(None)
+    assert (
+        place.ends("stop") and not place.ends("length") and not place.ends("stop", "end_turn") and not place.ends(None)
+    )
+    assert other.ends("incomplete", "completed") and not other.ends("error") and not other.ends("length", "end_turn")
     assert place.goes_on("Yes.", []) and not place.goes_on("Yes.", ["call"]) and not place.goes_on("")
     assert other.goes_on("", ["call"]) and not other.goes_on("", [])

@@ -21,8 +21,8 @@ class LayerCache:
 
     layer: AttentionLayer
     block_size: int
-    # [blocks, KV heads, a head's part]. A block is one contiguous run of bytes; other layers may have memory between
-    # two of them, see CacheGroups.
+    # [blocks, KV heads, a head's part]. A block is contiguous; memory of other layers may separate it from the next one
+    # (CacheGroups), so that the distance is stride(0).
     tensor: Tensor
     sinks: Tensor | None = None  # [heads], in the dtype that the backend needs
     group: int = 0  # of layers, whose blocks it uses; layers of several groups may share memory

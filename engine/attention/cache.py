@@ -44,14 +44,14 @@ class KVCache:
 
         caches = [allocate(layer, 0) for layer in layers]
         sizes = [cache.tensor.shape[1:].numel() for cache in caches]  # elements of a block
-        blocks: dict[int, int] = {}  # the same of all layers that share a place
+        blocks: dict[int, int] = {}  # place -> elements from one block to the next
         for place, (parts, _), size in zip(groups.places, groups.shares, sizes, strict=True):
             blocks[place] = max(blocks.get(place, 0), parts * size)
         tensors: dict[int, Tensor] = {}
         everything = zip(layers, caches, sizes, groups.of_layer, groups.places, groups.shares, strict=True)
         for index, (layer, cache, size, group, place, (_, part)) in enumerate(everything):
             if place not in tensors:
-                # A block of a place may end between two of the layer's own.
+                # Rounded up: the stride of a place need not be a multiple of this layer's block.
                 tensors[place] = allocate(layer, -(-num_blocks * blocks[place] // size)).tensor
             shape = num_blocks, *cache.tensor.shape[1:]
             strides = blocks[place], *cache.tensor.stride()[1:]

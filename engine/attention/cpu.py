@@ -23,8 +23,8 @@ from .cache_memory import request_huge_pages
 from .layer import AttentionLayer
 from .metadata import AttentionMeta
 
-# As in attention_tasks.h: keys of a split, keys of a tile, maximum queries of a task, of which with AMX a multiple has
-# memory; and the maximum number of floats beside a query's sums.
+# As in attention_tasks.h: keys of a split, keys of a tile, maximum queries of a task, the multiple to which AMX rounds
+# up the number of queries that have memory; and the maximum number of floats beside a query's sums.
 SPLIT, TILE, TASK_QUERIES, ROUNDED, SUM_PADDING = 1024, 64, 96, 16, 48
 
 # Of queries, keys and values: from one token to the next, and from one head to the next.
@@ -48,7 +48,7 @@ def variant(isa: str) -> tuple[ctypes.CDLL, str]:
 
 
 class Plan:
-    """A step in the kernel's form: a Call for each kind and group of layers.
+    """A step in the kernel's form: a Call for each kind, group and stride of blocks of the layers.
 
     It is checked, so that the kernel stays within the tensors.
 

@@ -3,9 +3,10 @@
 //
 // Order. That of attention_tile.h; a score is one chain of products along the head, 32 dimensions each, and values are
 // added in two products of 32 keys each. A decode row is computed by the same products as a prompt, in registers of as
-// many rows as there are queries: rows never meet. Products for keys that a query does not see do not change its sums:
-// the weights are exactly 0, and a product's sums are not subnormal, so that the next one does not flush them. Sums may
-// become subnormal where they are rescaled, but then the query sees the tile, and a product follows.
+// many rows as there are queries: rows never meet. Products for keys that a query does not see do not change its sums,
+// because the weights are exactly 0. A product flushes subnormal sums to zero, but such a query has none: its sums are
+// zero or come from a product. Rescaling may make sums subnormal, but only for a query that sees the tile, in any
+// batch.
 //
 // Layout. A page's keys are a register for each 32 dimensions as they lie; if the head size is no multiple of 32, the
 // last dimensions are copied and padded with zeros. A register of values has 16 pairs of keys, those of two pages, so the
@@ -28,7 +29,8 @@ struct RegisterPairs {
   static const int X_BYTES = 4;
   // Store softmax weights, rounded to nearest; returns the rounded weights. e * (2^16 + 1) - (e * (2^16 + 1) - e) leaves
   // the first 8 bits of e (T. J. Dekker, A floating-point technique for extending the available precision, 1971), in
-  // fewer instructions than to_bf16_units: an eighth of the time of all but the products.
+  // fewer instructions than to_bf16_units: an eighth of the time of all but the products. Subnormal weights are an
+  // exception, but a register takes them as zeros.
   static V store_weights(char* p, int lane, V e) {
     const V scaled = mul(e, set1(65537.0f)), rounded = sub(scaled, sub(scaled, e));
     store_halves((uint16_t*)p + lane, shift_right<16>(as_units(rounded)));
@@ -41,7 +43,9 @@ struct ReadyTile : Tile {
   const char* rest;    // the last dimensions of the keys, [page][unit][64 bytes], if they are no whole register
 };
 
-// Groups of up to 32 queries, two registers of rows. A group's unused rows have unused states (Grouping::rounded).
+// Groups of up to 32 queries, two registers of rows. If a KV head has more than 16 queries, registers have 16 rows, and
+// the last rows may belong to no query. They read and write memory after the last query, which is why the memory of
+// queries and states is rounded up to 16 (Grouping::rounded). What they compute is not used.
 // T: Tiles, or the emulation, with which a trial compares them.
 template <class T>
 struct Registers : PagedTasks<RegisterPairs> {

@@ -26,7 +26,7 @@ from .build import BASES
 ISAS = {"amx": 64, "avx512bf16": 4, "avx512": 2, "avx2": 1}
 AMX, VNNI = 8, 16
 # Measured or tried when the library is loaded: the processor's bfloat16 dot product is faster than multiply-adds; its
-# tiles (AMX) are faster than both; the system refuses them to this process.
+# tiles (AMX) multiply faster than both; the system refuses them to this process.
 DOT_PAYS, TILES_PAY, TILES_REFUSED = 32, 128, 256
 CHOICES = ("auto", *ISAS, "torch")
 REPAIRS = "start it outside of sandboxes and emulators, or set `cpu_isa` to what computes now"
@@ -246,7 +246,7 @@ def _chosen(library: ctypes.CDLL, have: list[str], features: int, setting: str, 
     isa = have[0] if setting == "auto" else setting
     kernels = Kernels(library, isa, quantizes=_quantizes(isa, features))
     lost = _lost(features) if setting == "auto" and dtype == torch.bfloat16 else ""
-    return Choice(kernels, lost and f"{isa} computes the products, slower than AMX: {lost}", lost and REPAIRS)
+    return Choice(kernels, lost and f"{isa} computes products and attention, slower than AMX: {lost}", lost and REPAIRS)
 
 
 def _lost(features: int) -> str:

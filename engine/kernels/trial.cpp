@@ -1,5 +1,5 @@
 // Decides whether this process uses the processor's tiles (tiles.h): with the system's permission, after a trial that
-// compares their results with the emulation's, and where they are faster. Takes a few milliseconds.
+// compares their results with the emulation's, and where they multiply faster. Takes a few milliseconds.
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -177,6 +177,7 @@ bool attention_agrees() {
   call.query_start = query_start, call.seq_lens = seq_lens, call.block_table = block_table;
   call.rows = 2, call.width = width, call.heads = kv_heads * group, call.kv_heads = kv_heads;
   call.head_dim = head_dim, call.block_size = block_size, call.scale = 0.1f;
+  call.block_bytes = kv_heads * block_size * 2 * head_dim * 2;
   call.q_head = head_dim, call.q_token = call.heads * head_dim;
   const int64_t cached = 2 * width * kv_heads * block_size * 2 * head_dim, size = query_start[2] * call.q_token;
   uint16_t* cache = (uint16_t*)Problem::allocate((cached + 3 * size) * 2);

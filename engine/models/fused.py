@@ -41,7 +41,8 @@ class Fused:
         self._dtype, spec, shape = model.dtype, model.decoder, model.decoder.shapes[0]
         self._embedding, self._rotaries = embedding, rotaries
         self._kept = layers  # keeps the weights alive, to which pointers refer
-        # The first layer of each kind of attention and group of layers: a step has one Call for each.
+        # The first layer of each kind of attention and group of layers: a step has one Call for each. All layers have
+        # one shape, see DecoderSpec.difference, and therefore their caches one stride.
         kind_of = list(zip(model.layers, model.groups.of_layer, strict=True))
         kinds = list(dict.fromkeys(kind_of))
         self._kinds = [kind_of.index(kind) for kind in kinds]

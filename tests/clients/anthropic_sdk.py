@@ -28,7 +28,7 @@ def asked(place: Place, **more: Any) -> dict[str, Any]:
 
 def messages(place: Place) -> None:
     answer = client_of(place).messages.create(**asked(place), system="Be brief.")
-    assert place.answers(answer.content[0].text) and place.ends(answer.stop_reason)
+    assert place.answers(answer.content[0].text) and place.ends(answer.stop_reason, "end_turn")
     assert answer.usage.input_tokens > 0 and answer.usage.output_tokens > 0
 
 
@@ -91,7 +91,8 @@ def messages_tools(place: Place) -> None:
         answer = client.messages.create(**asked(place, messages=said), tools=[LOOKOUT], tool_choice=choice)
         said += [{"role": "assistant", "content": answer.content}, seen(answer)]
     last = client.messages.create(**asked(place, messages=said), tools=[LOOKOUT])
-    assert place.goes_on(text_of(last), called(last)) and (called(last) or place.ends(last.stop_reason))
+    assert place.goes_on(text_of(last), called(last))
+    assert last.stop_reason == "tool_use" if called(last) else place.ends(last.stop_reason, "end_turn")
 
     tool = anthropic.beta_tool(look)
     call = '<tool_call>\n{"name": "lookout", "arguments": {"side": "port", "far": true}}\n</tool_call>'

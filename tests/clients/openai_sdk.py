@@ -148,7 +148,7 @@ def chat_logprobs(place: Place) -> None:
 def responses(place: Place) -> None:
     client = client_of(place)
     answer = client.responses.create(model=place.model, input=QUESTION, temperature=0)
-    assert place.answers(answer.output_text) and place.ends(answer.status)
+    assert place.answers(answer.output_text) and place.ends(answer.status, "completed")
     assert client.responses.retrieve(answer.id).output_text == answer.output_text
     items = client.responses.input_items.list(answer.id)
     assert QUESTION in items.data[0].content[0].text
@@ -173,7 +173,7 @@ async def responses_stream_async(place: Place) -> None:
     async with async_client_of(place) as client:
         stream = await client.responses.create(model=place.model, input=QUESTION, temperature=0, stream=True)
         kinds = [event.type async for event in stream]
-    assert kinds[0] == "response.created" and place.ends(kinds[-1].removeprefix("response."))
+    assert kinds[0] == "response.created" and place.ends(kinds[-1].removeprefix("response."), "completed")
 
 
 def responses_parse(place: Place) -> None:

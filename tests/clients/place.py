@@ -70,11 +70,12 @@ class Place:
 
     def __init__(self, python: str | None = None, webui: pathlib.Path | None = None, model: str = MODEL) -> None:
         self._stack = contextlib.ExitStack()
-        self.model = pathlib.PurePath(model).name
+        self.model = (pathlib.Path(model).resolve() if pathlib.Path(model).is_dir() else pathlib.PurePath(model)).name
         self.is_builtin = model == MODEL
-        # Another model, if it is small, repeats a call that must be until its context is full.
+        # A small model that must call a tool repeats the call until its context is full.
         self.one_call: dict[str, Any] = {} if self.is_builtin else {"parallel_tool_calls": False}
-        self._serve = model, "--served-model-name", self.model, "--api-key", KEY
+        named = () if self.is_builtin else (model, "--served-model-name", self.model)
+        self._serve = *named, "--api-key", KEY
         self._once: dict[Any, Any] = {}
         self.python = python
         self.webui = webui
@@ -102,15 +103,16 @@ class Place:
 
     def answers(self, text: str | None, answer: str = ANSWER) -> bool:
         """Whether a text answers the question."""
-        return answer in (text or "") if self.is_builtin else bool(text)
+        return answer in (text or "") if self.is_builtin else bool((text or "").strip())
 
-    def ends(self, reason: str | None) -> bool:
-        """Whether an answer has ended as it should: the built-in model ends by itself, any other perhaps at a limit."""
-        limits = () if self.is_builtin else ("length", "max_tokens", "incomplete")
-        return reason in ("stop", "end_turn", "completed", *limits)
+    def ends(self, reason: str | None, natural: str = "stop") -> bool:
+        """Whether an answer ends with the reason `natural`, or with a model that is not built in at a limit."""
+        limits = {"stop": "length", "end_turn": "max_tokens", "completed": "incomplete"}
+        return reason == natural or (not self.is_builtin and reason == limits[natural])
 
     def goes_on(self, text: str | None, calls: object = None) -> bool:
         """Whether a model goes on as it should after the result of a tool: the built-in one with a text alone."""
+        text = (text or "").strip()
         return bool(text) and not calls if self.is_builtin else bool(text or calls)
 
     @property

@@ -206,3 +206,30 @@ async def test_a_step_that_runs_out_of_memory_alone_fails_a_request():
         bench.add(1, max_tokens=3)
         await bench.end()
         assert bench.outbox.events == [("started", 1), (1, None, 9), (1, "error")]
+
+
+class Grammars:
+    """Of whose rows all have a grammar that allows everything."""
+
+    def rows(self, batch: Batch) -> list[int]:
+        return list(range(len(batch.rows)))
+
+    def masks(self, batch: Batch, rows: list[int]) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+async def test_a_failure_to_launch_a_step_with_grammars_ends_the_loop_with_its_reason(monkeypatch, is_ahead):
+    def fail(self, batch: Batch) -> None:
+        raise ValueError("no device")
+
+    monkeypatch.setattr(Runner, "launch", fail)
+    async with Bench(async_scheduling=is_ahead) as bench:
+        bench.loop.grammars = Grammars()
+        bench.add(1)
+        with pytest.raises(ValueError, match="no device"):
+            await asyncio.wait_for(bench.task, WAIT_S)
+    assert bench.outbox.events == [("started", 1)]

@@ -12,7 +12,7 @@ from tests.live import WAIT_S
 
 
 class Result:
-    """What a call returns: a weak reference tells whether it is still held."""
+    """What a call returns. A weak reference shows whether it still exists."""
 
 
 @pytest.fixture
@@ -55,6 +55,20 @@ async def test_nothing_of_a_call_is_kept_while_the_thread_waits(thread):
     await thread.call(lambda: None)
     gc.collect()
     assert [each() for each in kept] == [None, None]
+
+
+async def test_a_thread_can_be_closed_twice_and_takes_no_call_after_that():
+    thread = ModelThread()
+    call = thread.call(lambda: 1)
+    for _ in range(2):
+        await asyncio.wait_for(thread.close(), WAIT_S)
+    assert await call == 1
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.call(lambda: 1)
+
+
+async def test_a_thread_without_calls_can_be_closed():
+    await asyncio.wait_for(ModelThread().close(), WAIT_S)
 
 
 def test_the_thread_outlives_an_event_loop_that_was_closed_during_a_call():

@@ -97,7 +97,7 @@ def test_layers_that_take_less_memory_share_a_place(num_layers, every, sizes, gr
         ((60, 6), (8320, 4128), 7, (1, 2), 9 * 8320),  # Gemma 4 with an int8 cache: each key and value has a scale
         ((15, 5), (520, 1032), 3, (2, 1), 3 * 1040),
         ((30, 6), (4160, 2064), 8, (1, 2), 4 * 4160),
-        ((60, 6), (6, 10), 7, (2, 1), 5 * 12),  # two more of the small ones than of places of 10
+        ((60, 6), (6, 10), 7, (2, 1), 5 * 12),  # places of 12 hold two small layers, places of 10 only one
         ((60, 6), (10, 6), 6, (1, 1), 10 * 10),
         ((60, 6), (9, 10), 6, (1, 1), 10 * 10),
         ((6, 6), (6, 10), 1, (1, 1), 40),  # 48 with a fifth that no layer uses
@@ -116,7 +116,7 @@ def test_a_place_may_be_larger_than_the_layers_that_share_it(pattern_of, sizes, 
         for own, place, taken in zip(found.of_layer, found.places, each, strict=True):
             of_place[place] += taken * (own == group)
         kept |= of_place
-    assert sum(kept.values()) <= size, "a block has room for each group's layers"
+    assert sum(kept.values()) <= size, "a block holds each group's layers"
 
 
 @pytest.mark.parametrize("windows", [(None,), (7,), (None, 9), (9, None, 3, None), (1, 2)])
@@ -306,8 +306,8 @@ def test_nothing_before_a_window_is_read(backend, held, block_size, dim):
     check_unread(backend, held, block_size, dim, steps)
 
 
-# KV heads and numbers of a head, of two layers that share a place and of one that has it alone: they fill it, the third
-# leaves some of it, and the first two do.
+# KV heads and head sizes of two layers that share a place, and of one that has a place alone. Without scales, in turn:
+# both sides fill it, the third layer leaves a gap, the first two do.
 SHARING = [((2, 8), (2, 8), (2, 16)), ((2, 16), (2, 16), (2, 24)), ((1, 16), (1, 16), (3, 16))]
 
 

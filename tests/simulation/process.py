@@ -172,15 +172,16 @@ class Thread(ModelThread):
     """The model thread: a call takes its time, after those before it, and never returns where the thread hangs."""
 
     def __init__(self, world: World) -> None:
+        super().__init__()
         self.world = world
         self.hangs = False
         self._free_at = 0.0
 
-    def call(self, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def call(self, work: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         loop = self.world.loop
         future = loop.create_future()
         self._free_at = max(loop.now, self._free_at) + self.world.duration(self.world.plan.step_s)
-        loop.call_at(self._free_at, self._finish, future, func, args)
+        loop.call_at(self._free_at, self._finish, future, work, args)
         return future
 
     def _finish(self, future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:

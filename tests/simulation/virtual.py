@@ -1,4 +1,4 @@
-"""Virtual time: an event loop whose clock jumps to the next timer, and a socketpair and a thread that obey it."""
+"""Virtual time: an event loop whose clock jumps to the next timer, and a socketpair that obeys it."""
 
 from __future__ import annotations
 
