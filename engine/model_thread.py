@@ -46,13 +46,14 @@ class ModelThread:
     def _run(self) -> None:
         while (queued := self._calls.get()) is not None:
             future, work, args = queued
+            result, failure = None, None
             try:
-                outcome = work(*args), None
+                result = work(*args)
             except BaseException as error:
-                outcome = None, error
+                failure = error
             with suppress(RuntimeError):  # the event loop has been closed
-                future.get_loop().call_soon_threadsafe(_settle, future, *outcome)
-            del queued, future, work, args, outcome  # while this waits, it must not keep the memory of a step
+                future.get_loop().call_soon_threadsafe(_settle, future, result, failure)
+            del queued, future, work, args, result, failure  # while this waits, it must not keep the memory of a step
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
