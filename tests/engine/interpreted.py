@@ -19,12 +19,12 @@ from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import quantize
 from engine.models import on_gpu
 from engine.runner import logits_choice
-from tests.engine.interpreter import hasten
+from tests.engine.interpreter import prepare
 from tests.engine.test_attention import CPU, Pool, layer_of
 from tests.engine.test_windows import SHARING, check_shared_places, check_unread
 from tests.models import make
 
-hasten()
+prepare()
 
 
 def representable(x: torch.Tensor) -> torch.Tensor:

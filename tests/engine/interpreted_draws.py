@@ -25,11 +25,11 @@ from engine.runner.queued import SampledTokens
 from engine.runner.sampler import Sampler
 from engine.runner.triton_logits import TritonLogits
 from engine.types import SamplingParams
-from tests.engine.interpreter import hasten
+from tests.engine.interpreter import prepare
 from tests.engine.recorder import Recorder
 from tests.engine.test_sampler import random_history, random_params
 
-hasten()
+prepare()
 CPU = torch.device("cpu")
 VOCAB, HIDDEN, TOKENS, SLOTS = 90, 8, 12, 7
 BUCKETS = [1, 2, 5]

@@ -32,11 +32,11 @@ from engine.models import dummy, on_gpu, rope
 from engine.runner import Runner, Step, cuda_graphs, logits_choice
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest
-from tests.engine.interpreter import hasten
+from tests.engine.interpreter import prepare
 from tests.engine.recorder import Freed, Recorder, Tape
 from tests.engine.test_attention import spoil
 
-hasten()
+prepare()
 pytestmark = pytest.mark.usefixtures("recorder")
 
 

@@ -38,12 +38,12 @@ from engine.runner.logits import TorchLogits
 from engine.scheduler import Scheduler
 from tests.engine.interpreted_graphs import MODELS, SHAPE
 from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, Calls, cache_of, step
-from tests.engine.interpreter import hasten
+from tests.engine.interpreter import prepare
 from tests.engine.recorder import Recorder
 from tests.engine.test_attention import CPU, spoil
 from tests.models import load_model, make
 
-hasten()
+prepare()
 PART = 16  # tokens of a part of a context, instead of 256
 SMALL = [{4: Tile(16, 64, 2, 2), ANY: Tile(32, 128, 4, 2, columns=64, shared=2)}, {ANY: Tile(32, 64, 4, 2)}]
 

@@ -29,11 +29,11 @@ from engine.models.layers import ACTIVATIONS
 from engine.models.norms import RMSNorm
 from engine.models.on_gpu import OnGPU, add_norm, gated
 from engine.models.rope import Rope, Rotary, rotate
-from tests.engine.interpreter import hasten
+from tests.engine.interpreter import prepare
 from tests.engine.test_attention import CPU, layer_of, spoil
 from tests.models import load_model, make
 
-hasten()
+prepare()
 
 
 def inside(rows: Tensor) -> Tensor:

@@ -25,11 +25,11 @@ from engine.runner.logits import ROW_PARAMS, TorchLogits
 from engine.runner.sampler import Sampler
 from engine.runner.triton_logits import TritonLogits
 from engine.types import SamplingParams
-from tests.engine.interpreter import hasten
+from tests.engine.interpreter import prepare
 from tests.engine.test_logits import cases
 from tests.engine.test_sampler import random_history, random_params
 
-hasten()
+prepare()
 CPU = torch.device("cpu")
 
 

@@ -23,10 +23,10 @@ from engine.models.layers import ACTIVATIONS
 from engine.models.on_gpu import OnGPU
 from engine.models.skinny import CANDIDATES, Tile, Tiles, fastest, multiply, tiles_of
 from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, cache_of, inside, model_of, step
-from tests.engine.interpreter import hasten
+from tests.engine.interpreter import prepare
 from tests.engine.recorder import Recorder
 
-hasten()
+prepare()
 SMALL = Tile(16, 16, 2, 2)
 
 

@@ -30,7 +30,7 @@ from engine.models.gpu_weights import MOST_ROWS, ROUNDED, Form, GPUProduct, GPUW
 from engine.models.on_gpu import OnGPU
 from engine.models.rounding import TOPS, rounded
 from tests.engine import test_gguf, test_gguf_architectures
-from tests.engine.interpreter import hasten
+from tests.engine.interpreter import prepare
 from tests.engine.test_attention import CPU
 from tests.engine.test_kernels_quantized import heavy, in_groups
 from tests.engine.test_kernels_quantized import rounded as rounded_to_8
@@ -41,7 +41,7 @@ from tests.engine.test_quantized import KINDS, error
 from tests.models import MODELS, load_model, make
 from tests.quantized import write
 
-hasten()
+prepare()
 
 FORMS = [
     *ROUNDED.values(),
