@@ -8,8 +8,6 @@
 
 namespace {
 
-#define UNROLLED _Pragma("GCC unroll 8")
-
 struct Floats {
   typedef float Number;
   typedef Number Held;

@@ -51,22 +51,44 @@ struct Group {
     else return and_(shifted<2 * S - 4>(u), set1_units(0x30303030));
   }
 
+  // Numbers 4S to 4S + 3 of LANES rows, whose group is at `w`.
+  template <int S>
+  static inline __attribute__((always_inline)) U numbers(const U& upper, const char* w) {
+    U four = load_units(w + (UPPER + (BITS == 8 ? S : S / 2)) * WIDTH * 4);
+    if constexpr (BITS < 8) four = and_(shifted<S % 2 * 4>(four), set1_units(0x0f0f0f0f));
+    if constexpr (CODED) four = look_up_bytes(broadcast_16_bytes(E2M1), four);
+    if constexpr (UPPER) four = or_(four, upper_bits<S>(upper));
+    return four;
+  }
+
   // Multiply numbers from 4S on by x, and add the products to the sums.
   template <int M, int J, int S = 0>
   static inline __attribute__((always_inline)) void multiply(U (&sum)[M][J], const U (&upper)[J], const char* w,
                                                              int64_t size, const char* x) {
     if constexpr (S < SIZE / 4) {
-      const char* at = w + (UPPER + (BITS == 8 ? S : S / 2)) * WIDTH * 4;
-      U numbers[J];
-      UNROLLED for (int j = 0; j < J; ++j) numbers[j] = load_units(at + j / 2 * size + j % 2 * LANES * 4);
-      if constexpr (BITS < 8)
-        UNROLLED for (int j = 0; j < J; ++j) numbers[j] = and_(shifted<S % 2 * 4>(numbers[j]), set1_units(0x0f0f0f0f));
-      if constexpr (CODED)
-        UNROLLED for (int j = 0; j < J; ++j) numbers[j] = look_up_bytes(broadcast_16_bytes(E2M1), numbers[j]);
-      if constexpr (UPPER)
-        UNROLLED for (int j = 0; j < J; ++j) numbers[j] = or_(numbers[j], upper_bits<S>(upper[j]));
-      Way::step<M, J>(sum, numbers, x);
-      multiply<M, J, S + 1>(sum, upper, w, size, x + M * Way::X_BYTES);
+#if !defined(HAS_VNNI)
+      if constexpr (BITS < 8) {
+        const int STEPS = Narrow::steps(CODED ? 24 : (1 << BITS) - 1);  // E2M1's largest number is 24
+        UNROLLED for (int j = 0; j < J; ++j) {
+          U some[STEPS];
+          expand<S>(upper[j], w + j / 2 * size + j % 2 * LANES * 4, some);
+          Narrow::step<M, J, STEPS>(sum, j, some, x);
+        }
+        return multiply<M, J, S + STEPS>(sum, upper, w, size, x + STEPS * M * 4);
+      }
+#endif
+      U four[J];
+      UNROLLED for (int j = 0; j < J; ++j) four[j] = numbers<S>(upper[j], w + j / 2 * size + j % 2 * LANES * 4);
+      Way::step<M, J>(sum, four, x);
+      multiply<M, J, S + 1>(sum, upper, w, size, x + M * 4);
+    }
+  }
+
+  template <int S, int COUNT, int I = 0>
+  static inline __attribute__((always_inline)) void expand(const U& upper, const char* w, U (&some)[COUNT]) {
+    if constexpr (I < COUNT) {
+      some[I] = numbers<S + I>(upper, w);
+      expand<S, COUNT, I + 1>(upper, w, some);
     }
   }
 };
@@ -119,9 +141,10 @@ template <int BITS, bool CODED>
 struct Sums {
   typedef Group<BITS, CODED> Layout;
   static const int FOURS = Layout::SIZE / 4;
-  static const int BYTES = FOURS * Way::X_BYTES;         // of a row's group
-  static const int ZERO = CODED ? 12 : 1 << (BITS - 1);  // of formats without minimums
-  // Of a row's group: -ZERO times the sum of its numbers, their scale, the sum times the scale, and the bytes.
+  static const int BYTES = FOURS * 4;  // of a row's group
+  // What is added to numbers of formats without minimums when they are multiplied.
+  static const int OFFSET = CODED ? 12 : BITS == 8 ? Way::OFFSET : 1 << (BITS - 1);
+  // Of a row's group: -OFFSET times the sum of its numbers, their scale, the sum times the scale, and the bytes.
   static constexpr int row_bytes(int planes) { return 12 + planes * BYTES; }
 
   // With several rows a panel's vectors are multiplied one after the other, so that registers can hold the running
@@ -224,13 +247,13 @@ struct InBlocks : InPanels<InBlocks<Number_, BITS, PLANES, CODED>> {
           put(rest, rows, m, to + (12 + All::BYTES) * rows);
         }
         const int32_t sum = bytes.scale > 0 ? bytes.sum : 0;
-        ((int32_t*)to)[m] = -All::ZERO * sum;
+        ((int32_t*)to)[m] = -All::OFFSET * sum;
         ((float*)to)[rows + m] = bytes.scale;
         ((float*)to)[2 * rows + m] = bytes.scale * (float)sum;
       }
   }
   static void put(const int8_t* numbers, int64_t rows, int64_t m, char* to) {
-    for (int f = 0; f < All::FOURS; ++f) Way::put(numbers + 4 * f, rows, m, to + f * rows * Way::X_BYTES);
+    for (int f = 0; f < All::FOURS; ++f) memcpy(to + 4 * (f * rows + m), numbers + 4 * f, 4);
   }
   template <int M, int P>
   static inline __attribute__((always_inline)) void sums(const Matrix& matrix, int64_t units, int64_t panel, const char* w,

@@ -74,6 +74,14 @@ static inline U round_to_ints(V v) { return _mm256_cvtps_epi32(v); }  // ties to
 static inline V ints_to_floats(U u) { return _mm256_cvtepi32_ps(u); }
 static inline U max_ints(U a, U b) { return _mm256_max_epi32(a, b); }
 static inline U madd_pairs(U a, U b) { return _mm256_madd_epi16(a, b); }  // multiply 16-bit halves, add pairs
+// Multiply bytes, unsigned in `a` and signed in `b`, and add pairs in 16 bits; saturates.
+static inline U madd_bytes(U a, U b) { return _mm256_maddubs_epi16(a, b); }
+static inline U add_halves(U a, U b) { return _mm256_add_epi16(a, b); }
+static inline U absolute_bytes(U a) { return _mm256_abs_epi8(a); }
+static inline U signed_bytes(U a, U of) { return _mm256_sign_epi8(a, of); }  // a with the sign of the other times its own
+static inline U xor_(U a, U b) { return _mm256_xor_si256(a, b); }
+// Compute u here: gcc 12 would compute the products of a whole group first, and spill them.
+static inline void in_order(U& u) { __asm__("" : "+x"(u)); }
 // Operations on bytes, within each 16 bytes of a vector: look up 16 bytes by index; interleave the first or last eight
 // bytes of two vectors; and saturate 16-bit numbers, those of a before those of b.
 static inline U broadcast_16_bytes(const void* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)); }

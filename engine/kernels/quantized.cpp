@@ -14,7 +14,7 @@ namespace {
 
 struct Eight {
   static const int SIZE = 128;  // numbers of a group of x: with 64, what follows each group took a tenth of the time
-  static const int PER_UNIT = 4, ZERO = 128;
+  static const int PER_UNIT = 4;
 
   template <int M, int J>
   static inline __attribute__((always_inline)) void step(U (&sum)[M][J], const U (&w)[J], const char* x) {
@@ -35,7 +35,7 @@ struct Eight {
 template <class Width>
 struct Sums {
   static const int SIZE = Width::SIZE, UNITS = SIZE / Width::PER_UNIT, FOURS = SIZE / 4;
-  static const int ROW_BYTES = 8 + FOURS * Way::X_BYTES;  // of a row's group: initial sum, scale, numbers
+  static const int ROW_BYTES = 8 + FOURS * 4;  // of a row's group: initial sum, scale, numbers
 
   // The running sums are in `out`, in the first-level cache. Registers hold the sums of the current group.
   template <int M, int P>
@@ -51,7 +51,7 @@ struct Sums {
       UNROLLED for (int m = 0; m < M; ++m)
         UNROLLED for (int j = 0; j < 2 * P; ++j) sum[m][j] = set1_units(((const uint32_t*)xs)[m]);
       const char* x = xs + 8 * M;
-      for (int64_t u = 0; u < count; ++u, w += WIDTH * 4, x += M * (Width::PER_UNIT / 4) * Way::X_BYTES) {
+      for (int64_t u = 0; u < count; ++u, w += WIDTH * 4, x += M * 4) {
         U weights[2 * P];
         UNROLLED for (int j = 0; j < 2 * P; ++j) weights[j] = load_units(w + j / 2 * size + j % 2 * LANES * 4);
         Width::template step<M, 2 * P>(sum, weights, x);
@@ -89,10 +89,10 @@ struct Quantized : InPanels<Quantized<Number_, Width>> {
       for (int64_t m = 0; m < rows; ++m) {
         Bytes<All::SIZE> bytes;
         bytes.quantize(x + m * columns + k, columns - k);
-        ((int32_t*)to)[m] = bytes.scale > 0 ? -Width::ZERO * bytes.sum : 0;  // undoes the weights' offset
+        ((int32_t*)to)[m] = bytes.scale > 0 ? -Way::OFFSET * bytes.sum : 0;
         ((float*)to)[rows + m] = bytes.scale * Width::DOWN;
         for (int f = 0; f < All::FOURS; ++f)
-          Way::put(bytes.numbers + 4 * f, rows, m, to + 8 * rows + f * rows * Way::X_BYTES);
+          memcpy(to + 4 * (2 * rows + f * rows + m), bytes.numbers + 4 * f, 4);
       }
   }
   template <int M, int P>
@@ -122,7 +122,7 @@ struct TiledEight : InTiles<Tiles, TiledEight<Number_>> {
     for (int64_t g = 0; g < num_groups; ++g) {
       Bytes<Eight::SIZE> bytes;
       bytes.quantize(x + g * Eight::SIZE, max(0, count - g * Eight::SIZE));
-      initial[g * tall + m] = bytes.scale > 0 ? -Eight::ZERO * bytes.sum : 0;
+      initial[g * tall + m] = bytes.scale > 0 ? -ZERO * bytes.sum : 0;
       scales[g * tall + m] = bytes.scale * Eight::DOWN;
       for (int64_t s = 0; s < STEPS; ++s)
         memcpy(tile + ((g * STEPS + s) * tall + m) * TILE_BYTES, bytes.numbers + s * TILE_BYTES, TILE_BYTES);
@@ -197,7 +197,7 @@ float to_eight(const Number* row, int64_t columns, uint8_t* bytes) {
   const float scale = scale_of(top, LARGEST);
   const V inverse = set1(scale > 0 ? (float)LARGEST / top : 0.0f);
   for (int64_t k = 0; k < columns; k += LANES)
-    store_lowest_bytes(bytes + k, add_ints(round_to_ints(mul(read(row, columns, k), inverse)), set1_units(Eight::ZERO)));
+    store_lowest_bytes(bytes + k, add_ints(round_to_ints(mul(read(row, columns, k), inverse)), set1_units(ZERO)));
   return scale;
 }
 
@@ -227,7 +227,7 @@ struct Quantizer {
     const int64_t size = scratch_bytes(weight) / LANES, units = ceil_div(weight.columns, Eight::PER_UNIT);
     float* scales = (float*)weight.scales + panel * WIDTH + half;
     for (int j = 0; j < LANES; ++j) {
-      if (!rows[j]) memset(buffer + j * size, Eight::ZERO, (size_t)size);
+      if (!rows[j]) memset(buffer + j * size, ZERO, (size_t)size);
       scales[j] = rows[j] ? to_eight(rows[j], weight.columns, buffer + j * size) : 0.0f;
     }
     uint32_t* to = (uint32_t*)weight.panels + panel * units * WIDTH + half;
@@ -252,7 +252,7 @@ void dequantize(const Matrix& matrix, int64_t id, Number* to) {
   const int64_t panel = id / WIDTH, units = ceil_div(matrix.columns, Eight::PER_UNIT);
   const uint32_t* from = (const uint32_t*)matrix.panels + panel * units * WIDTH + id % WIDTH;
   for (int64_t k = 0; k < matrix.columns; ++k) {
-    const int step = (int)(from[k / 4 * WIDTH] >> 8 * (k % 4) & 0xff) - Eight::ZERO;
+    const int step = (int)(from[k / 4 * WIDTH] >> 8 * (k % 4) & 0xff) - ZERO;
     to[k] = narrow<Number>((float)step * ((const float*)matrix.scales)[id]);
   }
 }
