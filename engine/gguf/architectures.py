@@ -179,8 +179,8 @@ def _mistral3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         found["rope_scaling"] = scaling
     if (beta := keys.number("attention.temperature_scale", 0)) == 0:
         return {**found, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
-    if scaling is None:
-        raise ModelError(f"the GGUF file's {keys.architecture}.attention.temperature_scale needs a rotary scaling")
+    if scaling is None or scaling["rope_type"] != "yarn":
+        raise ModelError(f"the GGUF file's {keys.architecture}.attention.temperature_scale needs YaRN scaling")
     return {"rope_scaling": scaling | {"llama_4_scaling_beta": beta}}
 
 
@@ -372,6 +372,8 @@ def scaling_of(keys: Keys, head_dim: int) -> dict[str, Any] | None:
             raise ModelError(f"the GGUF file's {keys.architecture}.{key} of {value:.6g} is not supported")
     if not LISTS.isdisjoint(keys.tensors):
         raise ModelError("the GGUF file has factors of rotary frequencies that its architecture does not use")
+    if kind is None and (factor := keys.number("rope.scaling.factor", 0) or keys.number("rope.scale_linear", 0)):
+        return {"rope_type": "linear", "factor": factor}  # as in files that are older than the kinds
     if kind in (None, "none"):
         return None
     if kind not in ("linear", "yarn"):

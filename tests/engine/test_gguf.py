@@ -262,6 +262,15 @@ def test_rotary_frequencies_may_be_divided_by_factors(tmp_path):
 
 
 @needs_library
+@pytest.mark.parametrize("key", ["llama__rope__scaling__factor", "llama__rope__scale_linear"])
+def test_a_factor_of_positions_without_a_kind_is_linear(tmp_path, key):
+    path = write(tmp_path / "model.gguf", Type.F32, **{key: 4.0})
+    config = json.loads((folder_of(path) / "config.json").read_text())
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    assert difference(path) < 1e-4
+
+
+@needs_library
 def test_a_model_in_several_files_is_that_of_one_file(tmp_path):
     whole_file = write(tmp_path / "model.gguf", Type.Q4_0)
     parts = split(whole_file, tmp_path / "parts", 3)

@@ -340,7 +340,7 @@ def test_the_table_of_the_layers_own_inputs_stays_in_its_blocks(tmp_path, monkey
         ("gemma4_text", {"key_length": 32, "value_length": 32, "rope_dimension_count": 32}, "rope_freqs.weight"),
         ("gemma4_text", {"key_length_swa": None}, "has no gemma4.attention.key_length_swa"),
         ("glm4", {"rope_dimension_sections": [2, 1, 1, 0]}, "GLM-4 models that read images are not supported"),
-        ("ministral3", {"rope_scaling_type": None}, "attention.temperature_scale needs a rotary scaling"),
+        ("ministral3", {"rope_scaling_type": None}, "attention.temperature_scale needs YaRN scaling"),
         ("cohere2", {"logit_scale": None}, "has no cohere2.logit_scale"),
         ("cohere2", {"layer_norm_eps": None}, "has no cohere2.attention.layer_norm_epsilon"),
         ("cohere2", {"sliding_window": 0}, "sliding_window is not a whole number from 1"),
