@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import signal
 import sys
 from typing import Any
 
@@ -27,8 +28,14 @@ def main() -> int:
     parser.add_argument("--client", action="append", choices=table.CLIENTS, help="only this one; several times")
     parser.add_argument("--row", action="append", choices=table.ROWS, help="only this call; several times")
     options = parser.parse_args()
+    # The end of the process by a signal ends its servers, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     columns = {}
-    with Place(options.python, options.webui, options.model) as place:
+    try:
+        started = Place(options.python, options.webui, options.model)
+    except AssertionError as error:  # with what the server says, e.g. that it knows no such model
+        parser.exit(2, f"{error}\n")
+    with started as place:
         for name in options.client or table.CLIENTS:
             absent = table.missing(table.client(name), place)
             if absent is None:
