@@ -66,6 +66,9 @@ struct alignas(64) Started {
 //   panel_bytes(units)              bytes of a panel
 //   EXPANDS                         whether panels are compressed
 //   Expanded                        the Kind of expanded panels
+//   panels(rows)                    panels of a tile of few rows
+//   AHEAD                           bytes that such a tile prefetches ahead of itself; 0: none, because the processor
+//                                   follows sequential streams by itself
 //   sums<M, P>(matrix, units, panel, w, expanded, xs, ahead, lines, out)
 //       M rows by P panels from `panel` on, whose bytes are at `w`. Prefetches `lines` cache lines from `ahead` on for
 //       each unit. Writes the panel to `expanded`, unless that is null.
@@ -94,7 +97,9 @@ struct InPanels {
   typedef Kind Expanded;
   static const bool EXPANDS = false, IN_TILES = false;
   static const int TALL = HEIGHT;
+  static const int64_t AHEAD = 0;
   static int64_t panel_bytes(int64_t units) { return units * WIDTH * 4; }
+  static constexpr int panels(int64_t rows) { return panels_of_tile(rows); }
 };
 
 template <class Kind>
@@ -164,13 +169,15 @@ struct Matmul {
     tile<Of, M, 1>(xs, panel, w, own, row, ahead, lines);
   }
 
-  // Few rows by panels [from, to). Without prefetches: the processor follows sequential streams by itself, a third
-  // faster here for one row.
+  // Few rows by panels [from, to).
   template <int M>
   void few(int64_t from, int64_t to) const {
-    const int P = panels_of_tile(M);
-    for (; from + P <= to; from += P) tile<Kind, M, P>(packed, from, panel_at(from), nullptr, 0, nullptr, 0);
-    for (; from < to; ++from) tile<Kind, M, 1>(packed, from, panel_at(from), nullptr, 0, nullptr, 0);
+    const int P = Kind::panels(M), lines = Kind::AHEAD ? 2 : 0;
+    const char* w = panel_at(from);
+    for (; from + P <= to; from += P, w = panel_at(from))
+      tile<Kind, M, P>(packed, from, w, nullptr, 0, w + Kind::AHEAD, lines);
+    for (; from < to; ++from, w = panel_at(from))
+      tile<Kind, M, 1>(packed, from, w, nullptr, 0, w + Kind::AHEAD, lines);
   }
 
   // The number of tiles of the block. Tiles have nearly equal heights: 16 rows become 8 and 8, not 12 and 4.
@@ -281,7 +288,7 @@ struct Matmul {
   void compute_range(int thread, int64_t owner) const {
     int64_t* parts_started = &started[owner].parts;
     const int64_t panels = matrix->num_panels, from = panels * owner / threads, to = panels * (owner + 1) / threads;
-    const int64_t step = Kind::IN_TILES ? 1 : panels_of_tile(rows), size = max((to - from) / PARTS / step, 1) * step;
+    const int64_t step = Kind::IN_TILES ? 1 : Kind::panels(rows), size = max((to - from) / PARTS / step, 1) * step;
     const int64_t parts = (to - from + size - 1) / size;
     // A group is the tiles whose rows stay in the second-level cache, or fewer if there are more threads than panels.
     const int64_t tiles = num_tiles();
