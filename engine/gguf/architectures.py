@@ -74,6 +74,7 @@ PARAMETERS = {
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
 }
+MAX_FACTOR = 1 << 20  # of a linear scaling
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 # What keys of rotary scalings may say: Pequod computes nothing else. A negative number leaves it to the program.
 COMPUTED = {
@@ -372,18 +373,22 @@ def scaling_of(keys: Keys, head_dim: int) -> dict[str, Any] | None:
             raise ModelError(f"the GGUF file's {keys.architecture}.{key} of {value:.6g} is not supported")
     if not LISTS.isdisjoint(keys.tensors):
         raise ModelError("the GGUF file has factors of rotary frequencies that its architecture does not use")
-    if kind is None and (factor := keys.number("rope.scaling.factor", 0) or keys.number("rope.scale_linear", 0)):
-        return {"rope_type": "linear", "factor": factor}  # as in files that are older than the kinds
-    if kind in (None, "none"):
+    if kind in (None, "linear"):  # older files have no type, and the factor by another name
+        factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 0))
+        if factor and not 1 <= factor <= MAX_FACTOR:
+            raise ModelError(f"the GGUF file's factor of rotary scaling is not from 1 to {MAX_FACTOR}")
+        return {"rope_type": "linear", "factor": factor} if factor else None
+    if kind == "none":
         return None
-    if kind not in ("linear", "yarn"):
+    if kind != "yarn":
         raise ModelError(f"the GGUF file's rotary scaling {str(kind)[:64]!r} is not supported")
-    scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = keys.number("rope.scaling.original_context_length")
-        given = {name: keys.number(f"rope.scaling.yarn_{name}", 0) for name in ("beta_fast", "beta_slow")}
-        scaling |= {name: value for name, value in given.items() if value}
-    return scaling
+    scaling = {
+        "rope_type": "yarn",
+        "factor": keys.number("rope.scaling.factor"),
+        "original_max_position_embeddings": keys.number("rope.scaling.original_context_length"),
+    }
+    given = {name: keys.number(f"rope.scaling.yarn_{name}", 0) for name in ("beta_fast", "beta_slow")}
+    return scaling | {name: value for name, value in given.items() if value}
 
 
 def is_norm(name: str) -> bool:

@@ -68,6 +68,9 @@ def config_of(model: Model) -> dict[str, Any]:
     if scaling := scaling_of(keys, head_dim):
         config["rope_scaling"] = scaling
     config |= architecture.settings(keys, config)
+    # The length in a file is that with the scaling, in config.json that without, but for layers of two kinds.
+    if (config.get("rope_scaling") or {}).get("rope_type") == "linear" and "rope_local_base_freq" not in config:
+        config["max_position_embeddings"] = int(config["max_position_embeddings"] / config["rope_scaling"]["factor"])
     if quantized := _types(tensors) - PLAIN:
         used = {name: tensor for name, tensor in tensors.items() if _is_used(name, config)}
         tables = used.keys() & (LOOKED_UP if "output.weight" in used else LOOKED_UP - {"token_embd.weight"})

@@ -20,7 +20,8 @@
 //
 // Order. A group's sum of products is an integer, exact in any order. The groups are added as floats from the first to
 // the last: the sum multiplied by its scales in one fused multiply-add, then the sum of x multiplied by the minimum in
-// another. An integer sum starts at the weights' zero times the sum of x, so that stored numbers are multiplied.
+// another. Stored numbers are multiplied, and the weights' zero times the sum of x is subtracted from an integer sum; with
+// AVX2 numbers of 8 bits are multiplied without their zero, see bytes.h.
 #include "blocks.h"
 #include "bytes.h"
 #include "packing.h"
@@ -74,13 +75,15 @@ struct Group {
           expand<S>(upper[j], w + j / 2 * size + j % 2 * LANES * 4, some);
           Narrow::step<M, J, STEPS>(sum, j, some, x);
         }
-        return multiply<M, J, S + STEPS>(sum, upper, w, size, x + STEPS * M * 4);
-      }
+        multiply<M, J, S + STEPS>(sum, upper, w, size, x + STEPS * M * 4);
+      } else
 #endif
-      U four[J];
-      UNROLLED for (int j = 0; j < J; ++j) four[j] = numbers<S>(upper[j], w + j / 2 * size + j % 2 * LANES * 4);
-      Way::step<M, J>(sum, four, x);
-      multiply<M, J, S + 1>(sum, upper, w, size, x + M * 4);
+      {
+        U four[J];
+        UNROLLED for (int j = 0; j < J; ++j) four[j] = numbers<S>(upper[j], w + j / 2 * size + j % 2 * LANES * 4);
+        Way::step<M, J>(sum, four, x);
+        multiply<M, J, S + 1>(sum, upper, w, size, x + M * 4);
+      }
     }
   }
 
@@ -232,7 +235,7 @@ struct InBlocks : InPanels<InBlocks<Number_, BITS, PLANES, CODED>> {
   typedef Group<BITS> Layout;
 
 #if !defined(HAS_VNNI)
-  // With more panels the running sums do not fit the registers. One request was a seventh faster on an AMD EPYC (Zen 3).
+  // With more panels the running sums do not fit in the registers. One request was a seventh faster on an AMD EPYC (Zen 3).
   static constexpr int panels(int64_t) { return 1; }
   static const int64_t AHEAD = 4 << 10;
 #endif

@@ -66,8 +66,8 @@ struct Bytes {
 
 // -- bytes multiplied -------------------------------------------------------------------------------------------------
 
-// Way multiplies four bytes of x by four of a weight, which are stored with ZERO added to them and are multiplied with
-// OFFSET added. Narrow is the same for numbers of up to 6 bits, which are multiplied as they are stored.
+// Way multiplies four bytes of x by four of a weight. The weight is stored with ZERO added to each number, and is
+// multiplied with OFFSET added. Narrow is for stored numbers of up to 6 bits, to which nothing is added.
 const int ZERO = 128;
 
 #if defined(HAS_VNNI)
@@ -82,7 +82,7 @@ struct Way {
   }
 };
 #else
-// Multiplies magnitudes of weights by x with the signs of the weights: two such products fit 16 bits together.
+// Multiplies magnitudes of weights by x with the signs of the weights: the sum of two such products fits in 16 bits.
 struct Way {
   static const int OFFSET = 0;
   template <int M, int J>
@@ -98,9 +98,9 @@ struct Way {
   }
 };
 
-// Adds the products of a few steps in 16 bits, which takes half of the time.
+// Adds the products of a few steps in 16 bits, which takes half the time.
 struct Narrow {
-  // The number of steps whose sums fit, of two products each that are at most `largest` * LARGEST.
+  // How many steps' sums fit in 16 bits: a step adds two products of at most `largest` * LARGEST.
   static constexpr int steps(int largest) { return 2 * largest * LARGEST * 4 < 1 << 15 ? 4 : 2; }
 
   template <int M, int J, int STEPS>

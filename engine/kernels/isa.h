@@ -78,7 +78,7 @@ static inline U madd_pairs(U a, U b) { return _mm256_madd_epi16(a, b); }  // mul
 static inline U madd_bytes(U a, U b) { return _mm256_maddubs_epi16(a, b); }
 static inline U add_halves(U a, U b) { return _mm256_add_epi16(a, b); }
 static inline U absolute_bytes(U a) { return _mm256_abs_epi8(a); }
-static inline U signed_bytes(U a, U of) { return _mm256_sign_epi8(a, of); }  // a with the sign of the other times its own
+static inline U signed_bytes(U a, U of) { return _mm256_sign_epi8(a, of); }  // a times the sign of `of`
 static inline U xor_(U a, U b) { return _mm256_xor_si256(a, b); }
 // Compute u here: gcc 12 would compute the products of a whole group first, and spill them.
 static inline void in_order(U& u) { __asm__("" : "+x"(u)); }

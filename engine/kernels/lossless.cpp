@@ -87,6 +87,10 @@ struct Lossless : Chain<Unit> {
   typedef Chain<Unit> Expanded;
   static const bool EXPANDS = true;
   static int64_t panel_bytes(int64_t units) { return compressed_bytes(units); }
+#if defined(ISA_AVX2)
+  // More would not fit in the registers: two rows took 1.5 times as long.
+  static constexpr int panels(int64_t rows) { return rows == 1 ? 2 : 1; }
+#endif
 
   template <int M, int P>
   static inline __attribute__((always_inline)) void sums(const Matrix& matrix, int64_t units, int64_t panel, const char* w,

@@ -172,7 +172,7 @@ struct Matmul {
   // Few rows by panels [from, to).
   template <int M>
   void few(int64_t from, int64_t to) const {
-    const int P = Kind::panels(M), lines = Kind::AHEAD ? 2 : 0;
+    const int P = Kind::panels(M), lines = Kind::AHEAD ? WIDTH * 4 / 64 : 0;
     const char* w = panel_at(from);
     for (; from + P <= to; from += P, w = panel_at(from))
       tile<Kind, M, P>(packed, from, w, nullptr, 0, w + Kind::AHEAD, lines);

@@ -51,7 +51,7 @@ struct Sums {
       UNROLLED for (int m = 0; m < M; ++m)
         UNROLLED for (int j = 0; j < 2 * P; ++j) sum[m][j] = set1_units(((const uint32_t*)xs)[m]);
       const char* x = xs + 8 * M;
-      for (int64_t u = 0; u < count; ++u, w += WIDTH * 4, x += M * 4) {
+      for (int64_t u = 0; u < count; ++u, w += WIDTH * 4, x += M * Width::PER_UNIT) {
         U weights[2 * P];
         UNROLLED for (int j = 0; j < 2 * P; ++j) weights[j] = load_units(w + j / 2 * size + j % 2 * LANES * 4);
         Width::template step<M, 2 * P>(sum, weights, x);

@@ -28,8 +28,7 @@ def main() -> int:
     parser.add_argument("--client", action="append", choices=table.CLIENTS, help="only this one; several times")
     parser.add_argument("--row", action="append", choices=table.ROWS, help="only this call; several times")
     options = parser.parse_args()
-    # The end of the process by a signal ends its servers, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    signal.signal(signal.SIGTERM, terminate)
     columns = {}
     try:
         started = Place(options.python, options.webui, options.model)
@@ -51,6 +50,12 @@ def main() -> int:
     for heading, result in failed:
         print(f"\n{heading}, {table.ROWS[result.row]}: {result.failure}")
     return 1 if failed else 0
+
+
+def terminate(*_: object) -> None:
+    """End the process and with it its servers. A second signal must not disturb that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
 
 
 def run(name: str, place: Place, rows: list[str] | None) -> dict[str, table.Result]:

@@ -263,10 +263,11 @@ def test_rotary_frequencies_may_be_divided_by_factors(tmp_path):
 
 @needs_library
 @pytest.mark.parametrize("key", ["llama__rope__scaling__factor", "llama__rope__scale_linear"])
-def test_a_factor_of_positions_without_a_kind_is_linear(tmp_path, key):
+def test_a_factor_of_positions_without_a_type_is_linear(tmp_path, key):
     path = write(tmp_path / "model.gguf", Type.F32, **{key: 4.0})
     config = json.loads((folder_of(path) / "config.json").read_text())
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    assert examine(fetch(str(path), weights=True).path, EngineConfig(model=str(path)))[0].max_len == 128
     assert difference(path) < 1e-4
 
 
@@ -555,6 +556,7 @@ def test_hostile_headers_get_a_sentence(tmp_path, name):
         ({"llama__expert_count": 8}, "has no llama.expert_used_count"),
         ({"llama__rope__dimension_count": 32}, "rope.dimension_count differs from the size of a head"),
         ({"llama__rope__scaling__type": "su"}, "rotary scaling 'su' is not supported"),
+        ({"llama__rope__scaling__factor": 1e-30}, "factor of rotary scaling is not from 1 to"),
         ({"tokenizer__ggml__merges": ["a q"]}, "names tokens that the vocabulary does not have"),
         ({"tokenizer__ggml__token_type": [1]}, "has 1 values for 10 tokens"),
         ({"tokenizer__ggml__pre": "other"}, "pre-tokenizer 'other' is not supported"),
