@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from .attention import AttentionLayer, AttentionMeta
-from .attention.paged_gpu import HeadNorms, PagedGPU, Rotation, is_interpreted, limitation
+from .attention.paged_gpu import PagedGPU, Rotation, is_interpreted, limitation
 from .config import EngineConfig
 from .kernels.launching import META, Compiling, Job
-from .models import ModelSpec, on_gpu, skinny
+from .models import ModelSpec, gpu_experts, on_gpu, skinny
 from .models.decoder_layer import Layer
+from .models.family import BEFORE
+from .models.gpu_layers import add
 from .models.layers import Linear
 from .models.norms import RMSNorm
 from .runner.triton_logits import FIELDS, TritonLogits
@@ -68,7 +70,9 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     decoder = spec.decoder
     assert decoder is not None
     activation = decoder.activation
-    layer = Layer(0, spec, decoder, META, cache=0, is_shared=False)
+    kinds = {decoder.experts_of(index) is None: index for index in reversed(range(len(decoder.shapes)))}
+    layers = [Layer(index, spec, decoder, META, cache=0, is_shared=False) for index in sorted(kinds.values())]
+    layer = layers[0]  # all have the same attention
     for kind in dict.fromkeys(spec.layers):
         yield partial(_rotate_store, layer, kind, spec, config.block_size)
     attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
@@ -79,22 +83,38 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
 
     x = numbers(FEW, layer.qkv)
     yield partial(on_gpu.add_norm, x, None, attention_norm)
-    yield partial(on_gpu.add_norm, x, x, attention_norm)
-    yield partial(on_gpu.gated, torch.empty(FEW, len(layer.gate_up.weight), dtype=spec.dtype, device=META), activation)
+    yield partial(on_gpu.add_norm, x, x, attention_norm, layer.attention_after)
+    if layer.mlp_after is not None:
+        yield partial(add, x, x, layer.mlp_after)
+    with_mlp = [each for each in layers if each.has_mlp]
+    for each in with_mlp:
+        both = torch.empty(FEW, len(each.gate_up.weight), dtype=spec.dtype, device=META)
+        yield partial(on_gpu.gated, both, activation)
     if spec.on_gpu:
         return
+    experts = [each.experts for each in layers if each.experts is not None]
     if config.batch_invariant:
         uniform = (skinny.UNIFORM_FLOAT32 if spec.dtype == torch.float32 else skinny.UNIFORM)[0]
-        head = Linear(spec.vocab_size, decoder.hidden_size, False, spec.dtype, META)
+        wide = [Linear(spec.vocab_size, decoder.hidden_size, False, spec.dtype, META)]
+        linears = [linear for each in layers for linear in each.linears]
+        for mixture in experts:
+            wide.append(mixture.router)
+            linears += mixture.shared or ()
+            for linear in (*mixture.gate_ups, *mixture.downs):
+                linear.unify(uniform)
         for tile in uniform.values():
-            yield partial(_products, layer.linears, tile, None)
-            yield partial(_products, [head], tile, torch.float32)
-    elif layer.output.scale == 1:
+            yield partial(_products, linears, tile, None)
+            yield partial(_products, wide, tile, torch.float32)
+    elif layer.output.scale == 1 and decoder.norms == BEFORE:
         for rows, tiles in skinny.CANDIDATES.items():
             for tile in tiles:
-                for linear, norm in ((layer.qkv, attention_norm), (layer.gate_up, mlp_norm)):
+                after = [(layer.qkv, attention_norm), *((each.gate_up, mlp_norm) for each in with_mlp)]
+                for linear, norm in after:
                     yield partial(_after_norm, linear, tile, numbers(rows, linear), norm, activation)
-                yield partial(_before_residuals, (layer.output, layer.down), tile, rows)
+                yield partial(_before_residuals, (layer.output, *(each.down for each in with_mlp)), tile, rows)
+    for mixture in experts:
+        is_wide = spec.dtype != torch.float32 and (mixture.router.bias is None or config.batch_invariant)
+        yield from gpu_experts.jobs(mixture, activation, spec.dtype, wide=is_wide)
 
 
 def _products(linears: Sequence[Linear], tile: skinny.Tile, dtype: torch.dtype | None) -> None:
@@ -121,9 +141,7 @@ def _rotate_store(layer: Layer, kind: AttentionLayer, spec: ModelSpec, block_siz
     plan = backend.plan(AttentionMeta.of([([1], 0, FEW)], block_size, META))
     qkv = torch.empty(FEW, len(layer.qkv.weight), dtype=spec.dtype, device=META)
     angles = torch.empty(block_size, 2, kind.head_dim // 2, device=META)
-    norms = None
-    if layer.q_norm is not None and layer.k_norm is not None:
-        norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+    norms = on_gpu.head_norms(layer)
     positions = torch.empty(FEW, dtype=torch.int64, device=META)
     backend.rotate_store(cache, qkv, Rotation(positions, angles), norms, plan)
 

@@ -42,6 +42,7 @@ class HeadNorms(NamedTuple):
     q: Tensor  # [head_dim], the weight
     k: Tensor
     eps: float
+    is_wide: bool = False  # multiplied by the weight in float32, and rounded once
 
 
 class Rotation(NamedTuple):
@@ -179,7 +180,8 @@ class PagedGPU:
             plan.tables(cache).slot_mapping, view.tensor, view.scales, 0.0 if norms is None else norms.eps,
             qkv.stride(0), *view.strides,
             HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, GROUP_P=group, HALF_P=half,
-            BLOCK=cache.block_size, NORM=norms is not None, SCALED=view.is_scaled,
+            BLOCK=cache.block_size, NORM=norms is not None,
+            WIDE=norms is not None and norms.is_wide, SCALED=view.is_scaled,
             num_warps=warps(2 * group * half), enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -164,15 +164,15 @@ class Layer:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """The matmuls of a layer with an MLP; not those of experts."""
-        return self.qkv, self.output, self.gate_up, self.down
+        """The matmuls of attention and of the MLP, if there is one; not those of experts."""
+        return (self.qkv, self.output, self.gate_up, self.down) if self.has_mlp else (self.qkv, self.output)
 
     def pack(
         self, kernels: Kernels | None, bits: LayerBits | None, in_file: Mapping[Linear, InFile] | None = None
     ) -> None:
         """Pack the weights, after the norms have been read; `in_file` has the weights that are still in files."""
         in_file = in_file or {}
-        for linear in self.linears if self.has_mlp else (self.qkv, self.output):
+        for linear in self.linears:
             quantization = None if bits is None else self._quantization(linear, bits)
             linear.pack(kernels, quantization=quantization, in_file=in_file.get(linear))
         if self.experts is not None:

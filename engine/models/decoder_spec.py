@@ -80,20 +80,24 @@ class DecoderSpec:
     @property
     def difference(self) -> str | None:
         """Return what these layers have that executors for Llama's layers cannot compute, or None."""
-        if self.is_parallel:
-            return "attention beside the MLP"
+        if found := self._difference:
+            return found
         if self.norms != BEFORE:
             return "norms after attention or the MLP"
         if self.norm != PLAIN:
             return "norms of another kind than RMSNorm"
+        return "attention sinks" if self.has_sinks else None
+
+    @property
+    def _difference(self) -> str | None:
+        if self.is_parallel:
+            return "attention beside the MLP"
         if self.qk_norm == "all":
             return "norms of all heads together"
         if len(set(self.shapes)) > 1 or self.norms_values:
             return "layers or norms of values that Llama does not have"
         if self.inputs is not None or self.scales_layers:
             return "inputs or scales of each layer"
-        if self.has_sinks:
-            return "attention sinks"
         if any(rope.query_beta for rope in self.ropes):
             return "queries that are scaled by their position"
         if self.is_interleaved or self.wide_angles:
@@ -103,12 +107,16 @@ class DecoderSpec:
     @property
     def difference_on_gpu(self) -> str | None:
         """Return what these layers have that OnGPU cannot compute, or None."""
-        if self.experts is not None:
-            return "experts"
         turned = [turn >= 0 and self.ropes[turn].head_dim for turn in self.turns]
         if turned != [shape.head_dim for shape in self.shapes]:
             return "layers or parts of heads without rotary embeddings"
-        return self.difference
+        if self.norm.is_centered:
+            return "norms of another kind than RMSNorm"
+        if self.norms.attention is None or self.norms.mlp is None:
+            return "norms after attention or the MLP, and none before"
+        if self.experts is not None and self.experts.is_beside:
+            return "experts beside an MLP"
+        return self._difference
 
     @property
     def caches(self) -> tuple[int, ...]:

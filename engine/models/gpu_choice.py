@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from ..kernels.library import Choice
-from . import invariance, on_gpu, scaled
+from . import gpu_experts, invariance, on_gpu, scaled
 from .decoder_layer import Layer
+from .experts import Experts
 from .layers import Linear
 from .norms import RMSNorm
 from .on_gpu import OnGPU
@@ -36,6 +37,8 @@ def choose(
     device = norm.weight.device
     product = _scaled(linears, product, norm)
     objection = on_gpu.objection(parts[0], device, product.kernels)
+    if objection is None:
+        objection = next(filter(None, (gpu_experts.objection(each) for each in _experts(parts[2]))), None)
     if objection is None and not product.is_uniform:
         objection = on_gpu.trial(*parts)
     if objection is not None:
@@ -52,6 +55,10 @@ def choose(
     else:
         choices = found
     return OnGPU(*parts, choices), product
+
+
+def _experts(layers: Sequence[Layer]) -> Iterator[Experts]:
+    return (layer.experts for layer in layers if layer.experts is not None)
 
 
 def _scaled(linears: Collection[Linear], product: Choice, norm: RMSNorm) -> Choice:

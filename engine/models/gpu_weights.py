@@ -16,6 +16,7 @@ from ..attention.paged_gpu import MAX_ERROR, is_interpreted, lack
 from ..kernels.launching import META, Compiling, Job, launch
 from ..kernels.matmul import GROUP
 from . import scaled
+from .routing import Routed
 
 UNIT = 32  # columns: groups are multiples of it
 # The largest number of rows of x that the kernel multiplies. With more, reading the weight is a small part of the work:
@@ -132,6 +133,15 @@ class GPUWeight:
         self._is_uniform = True
 
     @property
+    def is_uniform(self) -> bool:
+        return self._is_uniform
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Numbers, scales and zero points, in place of which there may be the scales again: what a kernel reads."""
+        return self._numbers, self._scales, self._scales if self._zeros is None else self._zeros
+
+    @property
     def device(self) -> torch.device:
         return self._numbers.device
 
@@ -190,24 +200,35 @@ class GPUWeight:
         rows = self._numbers_of(ids.contiguous(), 0, len(ids), dtype)
         return rows if self.order is None else rows[:, self.order.argsort()]
 
-    def _launch(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
-        from ..kernels.gpu import matmul as kernels
+    def multiply_routed(self, x: Tensor, bias: Tensor, out: Tensor, routed: Routed, tile: Tile) -> None:
+        """Write a row for each pair to out; the weight is that of the first expert, and so is the bias."""
+        if len(x):
+            self._run(x, bias, out, tile, tiles=routed.tiles, parts=1, routed=routed)
 
+    def _launch(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
         tokens = len(x)
         tile = next(tile for most, tile in TILES.items() if tokens <= most or most == MOST_ROWS)
         if self._is_uniform:
             tile = UNIFORM_TILE
         tiles = -(-tokens // tile.tokens)
         parts = self._parts if tiles == 1 and not self._is_uniform else 1  # several tiles are programs enough
+        self._run(x, bias, out, tile, tiles=tiles, parts=parts)
+
+    def _run(
+        self, x: Tensor, bias: Tensor, out: Tensor, tile: Tile, *, tiles: int, parts: int, routed: Routed | None = None
+    ) -> None:
+        from ..kernels.gpu import matmul as kernels
+
+        tokens = len(x)
+        pairs, owners, places, fan = (x, x, x, 0) if routed is None else routed.arguments
         x = x if x.stride(1) == 1 else x.contiguous()
         shape = (parts, tokens, self.rows) if parts > 1 else (0,)
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
         launch(kernels.multiply, (-(-self.rows // tile.rows), parts, tiles),
-            x, self._numbers, self._scales, self._scales if self._zeros is None else self._zeros,
-            bias, out, sums, self._arrived,
+            x, *self.tensors, bias, out, sums, self._arrived, pairs, owners, places,
             tokens, self.rows, self.columns, self._slices, x.stride(0), out.stride(0),
             **self._constants(), TOKENS=tile.tokens, ROWS=tile.rows, STAGES=tile.stages, WIDEN=is_interpreted(),
-            num_warps=tile.warps,
+            FAN=fan, num_warps=tile.warps,
         )  # fmt: skip
 
     def _numbers_of(self, ids: Tensor | None, first: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -217,8 +238,7 @@ class GPUWeight:
         out = torch.empty(count, self.columns, dtype=dtype, device=self.device)
         if count:
             launch(kernels.dequantize, (-(-count // LOOKED_UP), self._slices),
-                self._numbers, self._scales, self._scales if self._zeros is None else self._zeros,
-                self._arrived if ids is None else ids, out, first, count, self.rows, self.columns,
+                *self.tensors, self._arrived if ids is None else ids, out, first, count, self.rows, self.columns,
                 **self._constants(), ROWS=LOOKED_UP, LOOK_UP=ids is not None,
                 num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
@@ -316,6 +336,16 @@ class GPUProduct:
         """Let the kernel multiply any number of rows, with one order of sums."""
         for weight in self._weights:
             weight.unify()
+
+    @property
+    def parts(self) -> Sequence[GPUWeight]:
+        """The weight's rows, in their order."""
+        return self._weights
+
+    @property
+    def bias(self) -> Tensor:
+        """[outputs]: zeros if the layer has none."""
+        return self._bias
 
     @property
     def forms(self) -> tuple[Form, ...]:

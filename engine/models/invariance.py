@@ -93,7 +93,8 @@ def _first_of_each_kind(parts: Parts) -> list[Layer]:
     model, _, layers, _ = parts
     found: dict[object, Layer] = {}
     for layer in layers:
-        forms = tuple(None if each.quantized is None else each.quantized.forms for each in layer.linears)
+        linears = layer.linears if layer.experts is None else (*layer.linears, *layer.experts.gate_ups)
+        forms = tuple(None if each.quantized is None else each.quantized.forms for each in linears)
         found.setdefault((model.layers[layer.index], layer.turn, forms), layer)
     return list(found.values())
 
@@ -114,6 +115,7 @@ def _runs(parts: Parts, layer: Layer) -> Iterator[list[Tensor]]:
             block_size=BLOCK,
             dtype=model.cache_dtype,
             device=device,
+            sinks=on_gpu.sinks_of([layer]),
         )
         pieces = []
         for chunks in steps:

@@ -261,6 +261,11 @@ class Linear:
             self.quantized.unify()
 
     @property
+    def uniform(self) -> Uniform | None:
+        """The tiles of `unify`."""
+        return self._uniform
+
+    @property
     def quantized(self) -> GPUProduct | None:
         """The product on a GPU, if the weight is quantized."""
         return self._packed if isinstance(self._packed, GPUProduct) else None

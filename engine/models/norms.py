@@ -20,14 +20,18 @@ class RMSNorm:
         self.weight = torch.empty(size, dtype=dtype, device=device)
         self.eps, self.kind = eps, kind
         self._kernel: Callable[[Tensor], Tensor] | None = None
+        self._gain: Tensor | None = None  # kept, once the weight has been read
 
     @property
     def gain(self) -> Tensor:
         """What x / rms(x) is multiplied by: the weight, or in float32 the weight plus the kind's offset."""
+        if self._gain is not None:
+            return self._gain
         return self.weight if self.kind.offset == 0 else self.weight.float() + self.kind.offset
 
     def pack(self, kernels: Kernels | None) -> None:
         """Use our CPU kernel, see `use`. The weight must have been read."""
+        self._gain = self.gain
         if kernels is not None:
             gain = self.gain.float() if self.kind.is_wide else self.weight
             self.use(partial(self._on_cpu, self._function(kernels), gain))

@@ -1,8 +1,9 @@
 """The executor that computes a decoder's layers on a GPU: torch's matmuls, and our Triton kernels between them.
 
 A layer takes nine launches, and a tenth if the step has prompts beside decodes. With few rows our kernels may compute
-products as well, with the norm, the gate and the residual: six launches. decoder_layer.py computes the same in torch:
-it is used where these kernels cannot be, and it is the tests' oracle.
+products as well, with the norm, the gate and the residual: six launches. A layer of experts takes three more, and our
+kernels compute the experts' products for any number of rows. decoder_layer.py computes the same in torch: it is used
+where these kernels cannot be, and it is the tests' oracle.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from torch import Tensor
 
 from ..attention import AttentionMeta, KVCache
 from ..attention.gpu_plan import Plan
-from ..attention.paged_gpu import MAX_ERROR, HeadNorms, PagedGPU, Rotation, limitation, power_of_two, warps
-from ..kernels.launching import launch
+from ..attention.paged_gpu import MAX_ERROR, HeadNorms, PagedGPU, Rotation, limitation
 from ..kernels.library import Kernels
+from . import gpu_experts
 from .decoder_layer import Layer
+from .decoder_spec import sinks_name
 from .executor import Eager
+from .family import BEFORE
 from .forward import Forward
+from .gpu_experts import RoutedExperts
+from .gpu_layers import add, add_norm, gated
 from .layers import Gated, Linear
 from .norms import RMSNorm
 from .rope import Rotary
@@ -29,7 +34,6 @@ from .skinny import CANDIDATES, MEASURED_BYTES, Choices, Tile, Tiles, fastest, i
 from .spec import ModelSpec
 
 MAX_HIDDEN = 1 << 14  # numbers of a row that a program of `add_norm` holds in registers without spills
-GATE_TILE = 1024
 TRIAL_TOKENS, TRIAL_BLOCK = 3, 16
 
 
@@ -48,11 +52,9 @@ class OnGPU:
         self._embedding, self._layers, self._rotaries = embedding, layers, rotaries
         self._choices = choices or {}
         self._activation = model.decoder.activation
-        self._head_norms = [
-            HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
-            if layer.q_norm is not None and layer.k_norm is not None
-            else None
-            for layer in layers
+        self._head_norms = [head_norms(layer) for layer in layers]
+        self._experts = [
+            None if layer.experts is None else RoutedExperts(layer.experts, self._activation) for layer in layers
         ]
 
     def takes(self, forward: Forward) -> bool:
@@ -64,28 +66,52 @@ class OnGPU:
         tables = [rotary.table(plan.meta.max_seq) for rotary in self._rotaries]
         rotations = [Rotation(forward.positions, table) for table in tables]
         x = self._embedding.rows(forward.ids)  # the residual stream, updated in place
-        added: Tensor | None = None
-        tiles, activation = tiles_of(self._choices, len(x)), self._activation
-        for layer, layer_cache, head_norms in zip(self._layers, cache.layers, self._head_norms, strict=True):
+        added, after = None, None  # what is to be added to it, and its norm
+        tiles, act = tiles_of(self._choices, len(x)), self._activation
+        parts = zip(self._layers, cache.layers, self._head_norms, self._experts, strict=True)
+        for layer, layer_cache, norms, experts in parts:
             assert layer.attention_norm is not None and layer.mlp_norm is not None  # see `objection`
-            qkv = after_norm(layer.qkv, tiles.qkv, x, added, layer.attention_norm, activation=activation)
-            seen = backend.attend_qkv(layer_cache, qkv, rotations[layer.turn], head_norms, plan)
-            added = before_residual(layer.output, tiles.output, seen.flatten(1), x)
-            inner = after_norm(layer.gate_up, tiles.gate_up, x, added, layer.mlp_norm, activation=activation)
-            added = before_residual(layer.down, tiles.down, inner, x)
-        return x if added is None else x.add_(added)
+            qkv = after_norm(layer.qkv, tiles.qkv, x, added, layer.attention_norm, activation=act, after=after)
+            seen = backend.attend_qkv(layer_cache, qkv, rotations[layer.turn], norms, plan)
+            added, after = before_residual(layer.output, tiles.output, seen.flatten(1), x), layer.attention_after
+            if experts is not None:
+                experts.add_to(x, add_norm(x, added, layer.mlp_norm, after))
+                added, after = None, None
+                continue
+            inner = after_norm(layer.gate_up, tiles.gate_up, x, added, layer.mlp_norm, activation=act, after=after)
+            added, after = before_residual(layer.down, tiles.down, inner, x), layer.mlp_after
+        if added is None:
+            return x
+        if after is None:
+            return x.add_(added)
+        add(x, added, after)
+        return x
+
+
+def head_norms(layer: Layer) -> HeadNorms | None:
+    """Return the norms of a layer's queries and keys, if it has them."""
+    q, k = layer.q_norm, layer.k_norm
+    return None if q is None or k is None else HeadNorms(q.gain, k.gain, q.eps, q.kind.is_wide)
 
 
 def after_norm(
-    linear: Linear, tile: Tile | None, x: Tensor, added: Tensor | None, norm: RMSNorm, *, activation: str
+    linear: Linear,
+    tile: Tile | None,
+    x: Tensor,
+    added: Tensor | None,
+    norm: RMSNorm,
+    *,
+    activation: str,
+    after: RMSNorm | None = None,  # the norm of what is added
 ) -> Tensor:
     """Add to x [tokens, hidden_size] in place, and return the layer of its norm; if it is Gated with its activation."""
     is_gated = isinstance(linear, Gated)
     if tile is not None:
+        assert after is None
         if added is not None:
             x.add_(added)
-        return linear.few(x, tile, norm=(norm.weight, norm.eps), activation=activation if is_gated else "")
-    normed = add_norm(x, added, norm)
+        return linear.few(x, tile, norm=(norm.gain, norm.eps), activation=activation if is_gated else "")
+    normed = add_norm(x, added, norm, after)
     return gated(linear.product(normed), activation) if isinstance(linear, Gated) else linear(normed)
 
 
@@ -104,6 +130,7 @@ def choose(model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotarie
     """
     assert model.decoder is not None
     are_plain = all(linear.is_plain for layer in layers for linear in layer.linears)
+    are_plain &= model.decoder.norms == BEFORE  # our kernel adds to the residual stream what has no norm
     if not are_plain or not is_measurable(embedding.weight.device):
         return {}
     parts = model, embedding, layers, rotaries
@@ -131,7 +158,11 @@ def measured(layers: Sequence[Layer], rows: int, activation: str) -> dict[str, d
     found: dict[str, dict[Tile | None, float]] = {}
     for part in Tiles._fields:
         linears: list[tuple[Linear, RMSNorm | None]] = []
-        for layer in layers:
+        owners = layers if part in ("qkv", "output") else [layer for layer in layers if layer.has_mlp]
+        if not owners:
+            found[part] = {None: 0.0}  # there is nothing to choose
+            continue
+        for layer in owners:
             norm = {"qkv": layer.attention_norm, "gate_up": layer.mlp_norm}.get(part)
             linears.append((getattr(layer, part), norm))
         weight = linears[0][0].weight
@@ -154,43 +185,6 @@ def measured(layers: Sequence[Layer], rows: int, activation: str) -> dict[str, d
     return found
 
 
-def add_norm(x: Tensor, added: Tensor | None, norm: RMSNorm) -> Tensor:
-    """Add to x [tokens, hidden_size] in place, and return its norm. None: there is nothing to add."""
-    from ..kernels.gpu import layers as kernels
-
-    tokens, size = x.shape
-    assert x.is_contiguous() and (added is None or added.is_contiguous())
-    normed = torch.empty_like(x)
-    width = power_of_two(size)
-    launch(kernels.add_norm, (tokens,),
-        x, x if added is None else added, norm.weight, normed, norm.eps,
-        SIZE=size, SIZE_P=width, ADD=added is not None,
-        num_warps=warps(width)
-    )  # fmt: skip
-    return normed
-
-
-def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """Return activation(gate) * up, [tokens, inner], for gate_up [tokens, 2 * inner]."""
-    from ..kernels.gpu import layers as kernels
-
-    tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    assert gate_up.is_contiguous()
-    out = gate_up.new_empty(tokens, inner)
-    tile = min(GATE_TILE, power_of_two(inner))
-    launch(
-        kernels.gate,
-        (tokens, -(-inner // tile)),
-        gate_up,
-        out,
-        INNER=inner,
-        TILE=tile,
-        ACTIVATION=activation,
-        num_warps=warps(tile),
-    )
-    return out
-
-
 def objection(model: ModelSpec, device: torch.device, kernels: Kernels | None) -> str | None:
     """Return why OnGPU cannot compute a model's layers, or None; `kernels` compute its matmuls, None: torch does."""
     assert model.decoder is not None
@@ -203,6 +197,11 @@ def objection(model: ModelSpec, device: torch.device, kernels: Kernels | None) -
     return limitation(model.layers, model.dtype, device)
 
 
+def sinks_of(layers: Sequence[Layer]) -> dict[str, Tensor]:
+    """Return the sinks that some layers have, by the names that their attention has for them."""
+    return {sinks_name(layer.index): layer.sinks for layer in layers if layer.sinks is not None}
+
+
 @torch.inference_mode()
 def trial(
     model: ModelSpec,
@@ -213,12 +212,14 @@ def trial(
     *,
     invariant: bool = False,
 ) -> str | None:
-    """Compute the first layer for a few tokens; return why the kernels cannot be used, or None.
+    """Compute the first layers, up to the first one with experts, for a few tokens; return why the kernels cannot be
+    used, or None.
 
     `choices`: see OnGPU; as many tokens as the largest has are computed. `invariant`: see PagedGPU. The compiled
     kernels are kept, so this costs a start no more than their first use would.
     """
-    device, first = embedding.weight.device, layers[:1]
+    device = embedding.weight.device
+    first = layers[: 1 + next((place for place, layer in enumerate(layers) if layer.experts is not None), 0)]
     count = max(choices or [TRIAL_TOKENS])
     num_blocks = -(-count // TRIAL_BLOCK)
     results = []
@@ -226,17 +227,22 @@ def trial(
         for executor in (OnGPU(model, embedding, first, rotaries, choices), Eager(embedding, first, rotaries)):
             cache = KVCache.allocate(
                 PagedGPU(invariant=invariant),
-                model.layers[:1],
+                model.layers[: len(first)],
                 num_blocks=num_blocks,
                 block_size=TRIAL_BLOCK,
                 dtype=model.cache_dtype,
                 device=device,
+                sinks=sinks_of(first),
             )
             tokens = torch.arange(count, device=device)
             plan = cache.plan(AttentionMeta.of([(list(range(num_blocks)), 0, count)], TRIAL_BLOCK, device))
             results.append(executor.run(Forward(tokens % model.vocab_size, tokens, plan, cache, tokens)).double())
         ours, reference = results
         error = float((ours - reference).norm() / reference.norm())
+        if (experts := first[-1].experts) is not None:
+            assert model.decoder is not None
+            if reason := gpu_experts.trial(experts, model.decoder.activation):
+                return reason
     except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
         lines = (str(problem).strip().splitlines() or [""])[0]
         return f"the Triton kernels do not run on this device: {type(problem).__name__}: {lines[:200]}"

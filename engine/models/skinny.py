@@ -16,8 +16,12 @@ from torch import Tensor
 
 from ..attention.paged_gpu import is_interpreted
 from ..kernels.launching import launch
+from .routing import Routed
 
 DEPENDENT_CAPABILITY = (9, 0)  # of GPUs that launch a kernel before the one before it has ended
+
+
+Clamp = tuple[float, float]  # limit and alpha, see layers.Clamp
 
 
 class Tile(NamedTuple):
@@ -85,12 +89,16 @@ def multiply(
     norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
     activation: str = "",
+    clamp: Clamp | None = None,
     dtype: torch.dtype | None = None,
+    routed: Routed | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias, [tokens, rows], for x: [tokens, columns], of which only rows must be contiguous.
 
     `norm`: the weight and epsilon of an RMSNorm of x before the product. `residual`: contiguous; the result is added to
-    it in place. `activation`: the weight's first half is the gate, see Gated. `dtype`: of the result; None: that of x.
+    it in place. `activation`: the weight's first half is the gate, see Gated; `clamp`: in place of the activation.
+    `dtype`: of the result; None: that of x. `routed`: the result has a row for each pair; weight and bias are those of
+    the first expert.
     """
     from ..kernels.gpu import skinny as kernels
 
@@ -98,21 +106,29 @@ def multiply(
     rows = len(weight) // 2 if activation else len(weight)
     x = x if x.stride(1) == 1 else x.contiguous()
     assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
-    out = x.new_empty(tokens, rows, dtype=dtype) if residual is None else residual
+    count, tiles = (tokens, -(-tokens // tile.tokens)) if routed is None else (routed.order.num_pairs, routed.tiles)
+    out = x.new_empty(count, rows, dtype=dtype) if residual is None else residual
     gain, eps = (x, 0.0) if norm is None else norm
+    pairs, owners, places, fan = (x, x, x, 0) if routed is None else routed.arguments
     if not tokens:
         return out
     dependent = is_dependent(x.device)
     options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
-    launch(kernels.multiply, (-(-rows // tile.rows), -(-tokens // tile.tokens)),
-        x, weight, gain, x if bias is None else bias, out, out, eps,
+    launch(kernels.multiply, (-(-rows // tile.rows), tiles),
+        x, weight, gain, x if bias is None else bias, out, out, pairs, owners, places, eps,
         tokens, rows, columns, x.stride(0), out.stride(0),
-        NORM=norm is not None, BIAS=bias is not None, ADD=residual is not None, ACTIVATION=activation,
+        NORM=norm is not None, BIAS=bias is not None, ADD=residual is not None, **gate_constants(activation, clamp),
         EVEN=columns % tile.columns == 0, TOKENS=tile.tokens, ROWS=tile.rows, COLUMNS=tile.columns,
-        STAGES=tile.stages, WIDEN=is_interpreted(), DEPENDENT=dependent, SHARED=tile.shared,
+        STAGES=tile.stages, WIDEN=is_interpreted(), DEPENDENT=dependent, SHARED=tile.shared, FAN=fan,
         num_warps=tile.warps, **options,
     )  # fmt: skip
     return out
+
+
+def gate_constants(activation: str, clamp: Clamp | None) -> dict[str, str | float]:
+    """Return the constants of a kernel that computes a gate, see activations.gated; no activation: there is none."""
+    limit, alpha = clamp or (0.0, 0.0)
+    return {"ACTIVATION": "clamped" if clamp and activation else activation, "LIMIT": limit, "ALPHA": alpha}
 
 
 def is_dependent(device: torch.device) -> bool:

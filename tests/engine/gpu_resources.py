@@ -23,11 +23,12 @@ from triton.compiler import ASTSource
 from engine.attention.gpu_plan import SPLIT
 from engine.attention.layer import LARGEST, AttentionLayer
 from engine.attention.paged_gpu import attend_warps, padded, power_of_two, queries_of, tile, tile_rows, warps
-from engine.kernels.gpu import attention, changes, layers, logits, matmul, skinny
-from engine.models import gpu_weights
+from engine.kernels.gpu import attention, changes, experts, layers, logits, matmul, skinny
+from engine.models import gpu_experts, gpu_weights
 from engine.models import skinny as few_rows
+from engine.models.gpu_layers import GATE_TILE
 from engine.models.gpu_weights import LOOKED_UP, ROUNDED, Form, Tile
-from engine.models.on_gpu import GATE_TILE, MAX_HIDDEN
+from engine.models.on_gpu import MAX_HIDDEN
 from engine.runner.triton_logits import ENTRIES, TILE, TILES, WARPS
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -58,9 +59,13 @@ LAYERS = {
 # Numbers of a hidden state, and of the MLP's.
 SIZES = {"Qwen3 0.6B": (1024, 3072), "Llama 8B": (4096, 14336), "Phi-3": (3072, 8192), "largest": (MAX_HIDDEN, 1)}
 VOCABULARIES = {"Qwen3": 151936, "GPT-2": 50257}
+EXPERTS = {"Qwen3 30B": (2048, 128, 8), "gpt-oss": (2880, 32, 4)}  # hidden size, experts, and those of a token
 Arguments = tuple[dict[str, Any], dict[str, Any]]  # types and constants
+ROUTED = {"pairs_ptr": "*i32", "owners_ptr": "*i32", "places_ptr": "*i64"}
 FUSED = (
     attention.attend,
+    experts.choose,
+    experts.combine,
     layers.add_norm,
     layers.gate,
     matmul.multiply,
@@ -120,20 +125,48 @@ def add_norm(size: int, dtype: torch.dtype) -> Arguments:
 
 def gate(inner: int, activation: str, dtype: torch.dtype) -> Arguments:
     signature = dict.fromkeys(("gate_up_ptr", "out_ptr"), "*" + NAMES[dtype])
-    return signature, {"INNER": inner, "TILE": GATE_TILE, "ACTIVATION": activation}
+    return signature, {"INNER": inner, "TILE": GATE_TILE, **few_rows.gate_constants(activation, None)}
 
 
 def few(
-    tile: few_rows.Tile, dtype: torch.dtype, *, norm: bool, activation: str = "", dependent: bool, add: bool = False
+    tile: few_rows.Tile,
+    dtype: torch.dtype,
+    *,
+    norm: bool = False,
+    activation: str = "",
+    dependent: bool,
+    add: bool = False,
+    fan: int = 0,
 ) -> Arguments:
     """Return the types of the arguments and the constants of a launch of a product with a plain weight."""
     pointers = ("x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr")
     constants = {
-        "NORM": norm, "BIAS": False, "ADD": add, "ACTIVATION": activation, "EVEN": True, "TOKENS": tile.tokens,
-        "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages, "WIDEN": False, "DEPENDENT": dependent,
-        "SHARED": tile.shared,
+        "NORM": norm, "BIAS": False, "ADD": add, "EVEN": True, "TOKENS": tile.tokens, "ROWS": tile.rows,
+        "COLUMNS": tile.columns, "STAGES": tile.stages, "WIDEN": False, "DEPENDENT": dependent, "SHARED": tile.shared,
+        "FAN": fan, **few_rows.gate_constants(activation, None),
     }  # fmt: skip
-    return dict.fromkeys(pointers, "*" + NAMES[dtype]) | {"eps": "fp32"}, constants
+    return dict.fromkeys(pointers, "*" + NAMES[dtype]) | ROUTED | {"eps": "fp32"}, constants
+
+
+def chosen(count: int, active: int) -> Arguments:
+    """Return the types of the arguments and the constants of the choice of experts."""
+    signature = {"logits_ptr": "*fp32", "correction_ptr": "*fp32", "weights_ptr": "*fp32", "chosen_ptr": "*i32"}
+    constants = {
+        "EXPERTS": count, "EXPERTS_P": power_of_two(count), "ACTIVE": active, "ACTIVE_P": power_of_two(active),
+        "SIGMOID": True, "NORMALIZE": True,
+    }  # fmt: skip
+    return signature | {"scale": "fp32"}, constants
+
+
+def arranged(count: int, tokens: int) -> Arguments:
+    signature = {"chosen_ptr": "*i32"} | ROUTED
+    constants = {"EXPERTS": count, "EXPERTS_P": power_of_two(count + 1), "TOKENS": tokens}
+    return signature, constants | {"TILE": gpu_experts.ARRANGE_TILE}
+
+
+def combined(hidden: int, active: int, dtype: torch.dtype) -> Arguments:
+    signature = dict.fromkeys(("x_ptr", "results_ptr", "shared_ptr"), "*" + NAMES[dtype]) | {"weights_ptr": "*fp32"}
+    return signature, {"SIZE": hidden, "TILE": GATE_TILE, "ACTIVE": active, "SHARED": True}
 
 
 FORMS = (
@@ -157,13 +190,13 @@ def weight(form: Form, dtype: torch.dtype) -> Arguments:
     return signature, constants
 
 
-def product(form: Form, dtype: torch.dtype, tile: Tile) -> Arguments:
+def product(form: Form, dtype: torch.dtype, tile: Tile, fan: int = 0) -> Arguments:
     """Return the types of the arguments and the constants of a launch, as GPUWeight makes it."""
     signature, constants = weight(form, dtype)
     signature |= {"x_ptr": "*" + NAMES[dtype], "bias_ptr": "*" + NAMES[dtype]}
-    signature |= {"sums_ptr": "*fp32", "arrived_ptr": "*i32"}
+    signature |= {"sums_ptr": "*fp32", "arrived_ptr": "*i32"} | ROUTED
     sizes = {"TOKENS": tile.tokens, "ROWS": tile.rows, "STAGES": tile.stages}
-    return signature, constants | sizes | {"WIDEN": False}
+    return signature, constants | sizes | {"WIDEN": False, "FAN": fan}
 
 
 def dequantized(form: Form, dtype: torch.dtype, *, look_up: bool) -> Arguments:
@@ -243,6 +276,19 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
             found = few(size, dtype, norm=False, dependent=arch >= 90)
             label = f"tiles of {size.tokens} by {size.rows} {NAMES[dtype]}"
             yield f"alike {label}", skinny.multiply, found, size.warps
+    for name, (hidden, count, active) in EXPERTS.items():
+        yield f"choose {name}", experts.choose, chosen(count, active), warps(power_of_two(count))
+        yield f"combine {name}", experts.combine, combined(hidden, active, torch.bfloat16), warps(GATE_TILE)
+        for size in gpu_experts.TILES.values():
+            yield f"arrange {name}, tiles of {size.tokens}", experts.arrange, arranged(count, size.tokens), 4
+    for size in gpu_experts.TILES.values():
+        for kind, activation, fan in (("gate", "clamped", 8), ("down", "", 1)):
+            found = few(size, torch.bfloat16, activation=activation, dependent=arch >= 90, fan=fan)
+            yield f"routed {kind}, tiles of {size.tokens} bf16", skinny.multiply, found, size.warps
+    for form in FORMS:
+        for part in gpu_experts.QUANTIZED_TILES.values():
+            label = f"routed {form.name}, tiles of {part.tokens} bf16"
+            yield label, matmul.multiply, product(form, torch.bfloat16, part, fan=4), part.warps
     for name, vocab_size in VOCABULARIES.items():
         for kernel, arguments in sampling(vocab_size):
             yield f"{kernel.__name__} logits of {name}", kernel, arguments, WARPS

@@ -27,7 +27,9 @@ from engine.batch import Batch, Entered, Row
 from engine.build import Built, build, describe, load
 from engine.graph_sizes import Bucket, sizes
 from engine.kernels.gpu import attention as attention_kernels
+from engine.kernels.gpu import experts as expert_kernels
 from engine.kernels.gpu import layers as layer_kernels
+from engine.kernels.gpu import skinny as skinny_kernels
 from engine.models import dummy, on_gpu, rope
 from engine.runner import Runner, Step, cuda_graphs, logits_choice
 from engine.scheduler import Scheduler
@@ -51,7 +53,7 @@ def recorder(monkeypatch) -> Iterator[Recorder]:
     monkeypatch.setattr(dummy, "STD", 0.4)  # so that tokens differ
     monkeypatch.setattr(rope, "TABLE", 4)  # so that the table of angles grows
     monkeypatch.setattr(gpu_plan, "SPLIT", 32)  # so that some decodes have two parts
-    with recorder.kernels(attention_kernels, layer_kernels):
+    with recorder.kernels(attention_kernels, expert_kernels, layer_kernels, skinny_kernels):
         yield recorder
 
 
@@ -83,6 +85,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
     },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "intermediate_size": 16,
+        "attention_bias": True,
+    },
 }
 
 
@@ -183,7 +194,9 @@ def tokens_and_logprobs(deltas: list[Any]) -> tuple[list[int], list[float]]:
     return tokens, [number for entry in entries for number in (entry.logprob, *entry.top_logprobs)]
 
 
-@pytest.mark.parametrize("name, is_ahead", [("llama", False), ("mistral", True), ("qwen2", True), ("qwen3", True)])
+@pytest.mark.parametrize(
+    "name, is_ahead", [("llama", False), ("mistral", True), ("qwen2", True), ("qwen3", True), ("gpt_oss", True)]
+)
 def test_replayed_steps_give_the_tokens_of_launched_ones(name, is_ahead, tmp_path, recorder):
     """With chunks of prompts beside decodes, and with graphs that are captured between steps."""
     config = config_of(name, tmp_path, async_scheduling=is_ahead)

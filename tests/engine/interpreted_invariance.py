@@ -30,8 +30,10 @@ from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import skinny as skinny_kernels
 from engine.models import dummy, gpu_weights, invariance, layers, on_gpu, skinny
 from engine.models.decoder import Decoder
+from engine.models.gpu_experts import RoutedExperts
 from engine.models.gpu_weights import ROUNDED, GPUProduct, random_weight
 from engine.models.on_gpu import OnGPU
+from engine.models.routing import Order
 from engine.models.skinny import ANY, UNIFORM, UNIFORM_FLOAT32, Tile, multiply, uniform_tile
 from engine.runner import cuda_graphs, logits_choice, triton_logits
 from engine.runner.logits import TorchLogits
@@ -197,12 +199,19 @@ def config_of(folder: Any, **settings: Any) -> EngineConfig:
     return EngineConfig(**{**given, "batch_invariant": True, **settings})
 
 
-GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "residual_multiplier": 0.5}
+OTHERS = {
+    "granite": {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "residual_multiplier": 0.5},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0],
+        "num_hidden_layers": 2,
+    },
+}  # fmt: skip
 
 
 def written(name: str, folder: Path) -> Path:
     """Write the config.json of a small model, whose weights are random."""
-    shape = {**SHAPE, **(GRANITE if name == "granite" else MODELS[name])}
+    shape = {**SHAPE, **{**MODELS, **OTHERS}[name]}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape))
     return folder
@@ -262,6 +271,26 @@ def test_the_kernels_of_quantized_weights_are_proved_too(tmp_path):
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_layers_with_experts_are_proved_too(tmp_path, name, monkeypatch):
+    model = model_of(name, tmp_path)
+    assert (model.product.invariant, model.product.note) == (True, "")
+    parts = model.spec, model.embedding, model.layers, model.rotaries
+    arrange = RoutedExperts.arrange
+
+    def wrong(self: RoutedExperts, chosen: Tensor) -> Order:
+        """Pairs are computed by the next expert in steps of one token."""
+        order = arrange(self, chosen)
+        if len(chosen) == 1:
+            order.owners.copy_(torch.where(order.owners < 0, order.owners, (order.owners + 1) % self.spec.count))
+        return order
+
+    monkeypatch.setattr(RoutedExperts, "arrange", wrong)
+    reason = invariance.proof(parts, model.project)
+    assert reason is not None and "depend on the batch on this device" in reason
+
+
+@pytest.mark.usefixtures("small")
 def test_tiles_that_round_otherwise_give_way_to_one_for_all_rows(tmp_path, monkeypatch):
     used = set()
 
@@ -279,7 +308,10 @@ def test_tiles_that_round_otherwise_give_way_to_one_for_all_rows(tmp_path, monke
 
 def test_what_is_not_invariant_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(paged_gpu, "trial", lambda *_: None)
-    for name, reason in (("qwen3_moe", "experts"), ("cohere2", "without rotary embeddings")):
+    for name, reason in (
+        ("olmo2", "norms after attention or the MLP, and none before"),
+        ("cohere2", "without rotary embeddings"),
+    ):
         with pytest.raises(
             ConfigError, match=f"`batch_invariant` cannot be kept here.*torch computes norms .*{reason}"
         ):

@@ -25,6 +25,8 @@ from engine.kernels.gpu import layers as layer_kernels
 from engine.models import Forward, on_gpu
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
+from engine.models.family import PLAIN, NormKind
+from engine.models.gpu_layers import add
 from engine.models.layers import ACTIVATIONS
 from engine.models.norms import RMSNorm
 from engine.models.on_gpu import OnGPU, add_norm, gated
@@ -41,10 +43,28 @@ def inside(rows: Tensor) -> Tensor:
     return torch.cat([torch.full_like(rows[:1], math.nan), rows, torch.full_like(rows[:1], math.nan)])[1:-1]
 
 
-def norm_of(size: int, dtype: torch.dtype) -> RMSNorm:
-    norm = RMSNorm(size, 1e-6, dtype, CPU)
+def norm_of(size: int, dtype: torch.dtype, kind: NormKind = PLAIN) -> RMSNorm:
+    norm = RMSNorm(size, 1e-6, dtype, CPU, kind)
     norm.weight.uniform_(0.5, 1.5)
     return norm
+
+
+WIDE = NormKind(offset=1.0, is_wide=True)
+
+
+@pytest.mark.parametrize("kind", [PLAIN, WIDE], ids=["plain", "wide"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float16, 1e-3)])
+def test_what_is_added_may_have_a_norm_of_its_own(kind, dtype, tolerance):
+    norm, after = (norm_of(80, dtype, kind) for _ in range(2))
+    x, added = torch.randn(3, 80).to(dtype), torch.randn(3, 80).to(dtype)
+    stream, total = inside(x), x + after(added)
+    torch.testing.assert_close(
+        add_norm(stream, inside(added), norm, after), norm(total), rtol=tolerance, atol=tolerance
+    )
+    torch.testing.assert_close(stream, total, rtol=tolerance, atol=tolerance)
+    stream = inside(x)
+    add(stream, inside(added), after)
+    torch.testing.assert_close(stream, total, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 2e-2)])
@@ -187,7 +207,13 @@ def step(model: Decoder, rows: list[tuple[list[int], int, int]], cache: KVCache)
 
 def cache_of(model: Decoder) -> KVCache:
     cache = KVCache.allocate(
-        PagedGPU(), model.spec.layers, num_blocks=16, block_size=4, dtype=model.spec.cache_dtype, device=CPU
+        PagedGPU(),
+        model.spec.layers,
+        num_blocks=16,
+        block_size=4,
+        dtype=model.spec.cache_dtype,
+        device=CPU,
+        sinks=model.sinks,
     )
     for layer in cache.layers:
         spoil(layer.tensor)
@@ -217,7 +243,7 @@ def test_the_final_norm_is_one_call(tmp_path, monkeypatch):
     torch.testing.assert_close(found, want)
 
 
-@pytest.mark.parametrize("name", ["llama-yarn", "llama-bias", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-yarn", "llama-bias", "mistral", "qwen3", "gemma2", "gemma3_text", "granite"])
 def test_steps_equal_those_in_torch(tmp_path, name):
     model = model_of(name, tmp_path)
     eager = next(executor for executor in model.executors if isinstance(executor, Eager))
@@ -258,7 +284,9 @@ class Calls(TorchDispatchMode):
         return Recorded()
 
 
-@pytest.mark.parametrize("name, products", [("qwen3", ["mm"] * 4), ("llama-bias", ["addmm"] * 4)])
+@pytest.mark.parametrize(
+    "name, products", [("qwen3", ["mm"] * 4), ("llama-bias", ["addmm"] * 4), ("gemma2", ["mm"] * 4)]
+)
 def test_a_layer_takes_at_most_ten_device_calls(tmp_path, monkeypatch, name, products):
     model, calls = model_of(name, tmp_path), Calls()
     cache = cache_of(model)
@@ -277,7 +305,9 @@ def test_a_layer_takes_at_most_ten_device_calls(tmp_path, monkeypatch, name, pro
             model.executors[0].run(forward)
         layer = ["add_norm", qkv, "rotate_store", *["attend"] * launches, output, "add_norm", gate_up, "gate", down]
         assert len(layer) <= 10
-        assert calls.names == ["embedding", *layer * len(model.layers), "add_"]
+        rows_of_the_embedding = ["embedding", "mul"] if name == "gemma2" else ["embedding"]
+        last = ["add_norm" if name == "gemma2" else "add_"]
+        assert calls.names == [*rows_of_the_embedding, *layer * len(model.layers), *last]
 
 
 def test_kernels_that_fail_or_err_are_replaced_by_torch(tmp_path, monkeypatch):

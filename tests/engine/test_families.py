@@ -145,7 +145,7 @@ def test_norms_of_olmo_are_after_attention_and_mlp():
     }
     shapes = [len(norm.weight) for norm in (model.layers[0].q_norm, model.layers[0].k_norm) if norm is not None]
     assert shapes == [64, 32]
-    assert on_gpu.objection(spec, CPU, None) == "the model has norms after attention or the MLP"
+    assert on_gpu.objection(spec, CPU, None) == "the model has norms after attention or the MLP, and none before"
 
 
 def test_every_fourth_layer_of_olmo3_has_no_window_and_a_scaled_rotary_embedding():

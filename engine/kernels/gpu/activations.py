@@ -20,3 +20,14 @@ def activated(x, ACTIVATION: tl.constexpr):
         tl.static_assert(ACTIVATION == "relu")
         x = tl.where(x < 0.0, 0.0, x)  # NaN stays
     return x
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Return activation(gate) * up in float32, or what layers.Clamp computes if ACTIVATION is "clamped"."""
+    if ACTIVATION == "clamped":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    else:
+        return activated(gate, ACTIVATION) * up

@@ -85,14 +85,18 @@ def store(
 
 
 @triton.jit
-def _normalized(a, b, weight_ptr, i, live, eps, DTYPE: tl.constexpr, DIM: tl.constexpr):
-    """Return the RMSNorm of heads [heads, DIM] in halves, rounded before and after the weight as in torch."""
+def _normalized(a, b, weight_ptr, i, live, eps, DTYPE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Return the RMSNorm of heads [heads, DIM] in halves, rounded before and after the weight as in torch; with WIDE
+    only after."""
     factor = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
     first = tl.load(weight_ptr + i, mask=live, other=0.0).to(tl.float32)[None, :]
     second = tl.load(weight_ptr + DIM // 2 + i, mask=live, other=0.0).to(tl.float32)[None, :]
-    a = ((a * factor).to(DTYPE).to(tl.float32) * first).to(DTYPE).to(tl.float32)
-    b = ((b * factor).to(DTYPE).to(tl.float32) * second).to(DTYPE).to(tl.float32)
-    return a, b
+    a *= factor
+    b *= factor
+    if not WIDE:
+        a = a.to(DTYPE).to(tl.float32)
+        b = b.to(DTYPE).to(tl.float32)
+    return (a * first).to(DTYPE).to(tl.float32), (b * second).to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -124,13 +128,14 @@ def rotate_store(
     qkv_ptr, q_weight_ptr, k_weight_ptr, positions_ptr, angles_ptr, slots_ptr, cache_ptr, scales_ptr, eps,
     qkv_token, cache_block, cache_head, scales_block, scales_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_P: tl.constexpr, HALF_P: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Normalize and rotate one token's heads of one KV head: queries in place, key and value to the cache.
 
-    qkv: [tokens, (HEADS + 2 * KV_HEADS) * DIM]. q_weight, k_weight: [DIM], used with NORM. positions: [tokens] int64.
-    angles: [positions, 2, DIM / 2] float32, cosines and sines. Number i of a head is paired with i + DIM / 2. slots,
-    cache and scales as in `store`. GROUP_P >= HEADS / KV_HEADS and HALF_P >= DIM / 2 are powers of two.
+    qkv: [tokens, (HEADS + 2 * KV_HEADS) * DIM]. q_weight, k_weight: [DIM], used with NORM; WIDE as in `_normalized`.
+    positions: [tokens] int64. angles: [positions, 2, DIM / 2] float32, cosines and sines. Number i of a head is paired
+    with i + DIM / 2. slots, cache and scales as in `store`. GROUP_P >= HEADS / KV_HEADS and HALF_P >= DIM / 2 are
+    powers of two.
     """
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -150,7 +155,7 @@ def rotate_store(
     a = tl.load(q_at, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(q_at + HALF, mask=mask, other=0.0).to(tl.float32)
     if NORM:
-        a, b = _normalized(a, b, q_weight_ptr, i, live, eps, DTYPE, DIM)
+        a, b = _normalized(a, b, q_weight_ptr, i, live, eps, DTYPE, DIM, WIDE)
     first, second = _rotated(a, b, cos, sin, DTYPE)
     tl.store(q_at, first, mask=mask)
     tl.store(q_at + HALF, second, mask=mask)
@@ -164,7 +169,7 @@ def rotate_store(
         c = tl.load(k_at, mask=one, other=0.0).to(tl.float32)
         d = tl.load(k_at + HALF, mask=one, other=0.0).to(tl.float32)
         if NORM:
-            c, d = _normalized(c, d, k_weight_ptr, i, live, eps, DTYPE, DIM)
+            c, d = _normalized(c, d, k_weight_ptr, i, live, eps, DTYPE, DIM, WIDE)
         k_first, k_second = _rotated(c, d, cos, sin, DTYPE)
         v_at = k_at + KV_HEADS * DIM
         v_first = tl.load(v_at, mask=one, other=0.0)

@@ -13,14 +13,27 @@ from . import activations
 
 
 @triton.jit
-def add_norm(
-    x_ptr, added_ptr, weight_ptr, normed_ptr, eps,
-    SIZE: tl.constexpr, SIZE_P: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """Write the RMSNorm of a row of x to `normed`. With ADD, first add a row of `added` to x in place.
+def _normalized(x, weight_ptr, i, live, eps, SIZE: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the RMSNorm of a row of float32 numbers, rounded as norms.RMSNorm does: to DTYPE before and after it is
+    multiplied by its weight, with WIDE only after."""
+    factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
+    weight = tl.load(weight_ptr + i, mask=live, other=0.0).to(tl.float32)
+    x *= factor
+    if not WIDE:
+        x = x.to(DTYPE).to(tl.float32)
+    return (x * weight).to(DTYPE)
 
-    x, added, normed: [rows, SIZE], contiguous, of one dtype. weight: [SIZE]. The sum is rounded once to the dtype; the
-    norm is rounded before and after it is multiplied by its weight, as in torch. SIZE_P: a power of two >= SIZE.
+
+@triton.jit
+def add_norm(
+    x_ptr, added_ptr, after_ptr, weight_ptr, normed_ptr, eps,
+    SIZE: tl.constexpr, SIZE_P: tl.constexpr, ADD: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """With ADD add a row of `added` to x in place, with AFTER its norm; with NORM write the norm of x to `normed`.
+
+    x, added, normed: [rows, SIZE], contiguous, of one dtype. after, weight: [SIZE], of the norms, which are as in
+    `_normalized`. The sum is rounded once to the dtype. SIZE_P: a power of two >= SIZE.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     i = tl.arange(0, SIZE_P)
@@ -28,19 +41,25 @@ def add_norm(
     at = tl.program_id(0).to(tl.int64) * SIZE + i
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
     if ADD:
-        total = (x + tl.load(added_ptr + at, mask=live, other=0.0).to(tl.float32)).to(DTYPE)
+        added = tl.load(added_ptr + at, mask=live, other=0.0).to(tl.float32)
+        if AFTER:
+            added = _normalized(added, after_ptr, i, live, eps, SIZE, WIDE, DTYPE).to(tl.float32)
+        total = (x + added).to(DTYPE)
         tl.store(x_ptr + at, total, mask=live)
         x = total.to(tl.float32)
-    factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
-    weight = tl.load(weight_ptr + i, mask=live, other=0.0).to(tl.float32)
-    tl.store(normed_ptr + at, ((x * factor).to(DTYPE).to(tl.float32) * weight).to(DTYPE), mask=live)
+    if NORM:
+        tl.store(normed_ptr + at, _normalized(x, weight_ptr, i, live, eps, SIZE, WIDE, DTYPE), mask=live)
 
 
 @triton.jit
-def gate(gate_up_ptr, out_ptr, INNER: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr):
+def gate(
+    gate_up_ptr, out_ptr,
+    INNER: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+):  # fmt: skip
     """Write activation(gate) * up, rounded once, for TILE numbers of a row.
 
-    gate_up: [rows, 2 * INNER], the gate first. out: [rows, INNER]. Both are contiguous. ACTIVATION as in config.json.
+    gate_up: [rows, 2 * INNER], the gate first. out: [rows, INNER]. Both are contiguous. ACTIVATION as in config.json,
+    or "clamped", see activations.gated.
     """
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -48,5 +67,5 @@ def gate(gate_up_ptr, out_ptr, INNER: tl.constexpr, TILE: tl.constexpr, ACTIVATI
     gate_at = gate_up_ptr + row * (2 * INNER) + i
     x = tl.load(gate_at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_at + INNER, mask=live, other=0.0).to(tl.float32)
-    x = activations.activated(x, ACTIVATION)
-    tl.store(out_ptr + row * INNER + i, (x * up).to(out_ptr.dtype.element_ty), mask=live)
+    result = activations.gated(x, up, ACTIVATION, LIMIT, ALPHA)
+    tl.store(out_ptr + row * INNER + i, result.to(out_ptr.dtype.element_ty), mask=live)

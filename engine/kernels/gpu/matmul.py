@@ -58,15 +58,19 @@ def of_byte(stored, zero, FLOAT: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.co
 @triton.jit(do_not_specialize=["tokens"])
 def multiply(
     x_ptr, numbers_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, sums_ptr, arrived_ptr,
+    pairs_ptr, owners_ptr, places_ptr,
     tokens, rows, columns, slices, x_token, out_token,
     BITS: tl.constexpr, FLOAT: tl.constexpr, ZEROS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, FAN: tl.constexpr,
 ):  # fmt: skip
     """Write x @ weight.T + bias to out [tokens, rows], rounded once; a program computes a tile, or a part of its sum.
 
     The grid is (tiles of rows, parts, tiles of tokens). A part sums up consecutive slices. If there are several, there
     is one tile of tokens; the last part to arrive adds up all in their order, so results do not depend on the order of
     arrival. sums: [parts, tokens, rows] float32. arrived: an int32 per tile of rows, zero before and after.
+
+    With FAN the product is that of routed pairs, as in skinny.multiply, in one part. places: [owners, 4] int64, of
+    numbers, scales, zero points and bias.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     WIDE: tl.constexpr = tl.float32 if WIDEN else DTYPE  # the interpreter does not compute in bfloat16
@@ -77,7 +81,19 @@ def multiply(
     m = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     k = tl.arange(0, STEP)
     is_row, is_token = n < rows, m < tokens
-    x_at = x_ptr + m.to(tl.int64)[:, None] * x_token + k[None, :]
+    source = m
+    if FAN:
+        owner = tl.load(owners_ptr + tl.program_id(2))
+        if owner < 0:
+            return
+        m = tl.load(pairs_ptr + m)
+        is_token, source = m >= 0, m // FAN
+        places_at = places_ptr + 4 * owner
+        numbers_ptr += 16 * tl.load(places_at)
+        scales_ptr += 16 * tl.load(places_at + 1)
+        zeros_ptr += 16 * tl.load(places_at + 2)
+        bias_ptr += 16 * tl.load(places_at + 3)
+    x_at = x_ptr + source.to(tl.int64)[:, None] * x_token + k[None, :]
     share = tl.cdiv(slices, parts)
     stored_at = numbers_ptr + (part * share).to(tl.int64) * rows * STEP + n[None, :] * STEP + k[:, None]
     total = tl.zeros([TOKENS, ROWS], tl.float32)

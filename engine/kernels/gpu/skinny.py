@@ -19,11 +19,11 @@ from . import activations
 
 @triton.jit(do_not_specialize=["tokens"])
 def multiply(
-    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, eps,
+    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, pairs_ptr, owners_ptr, places_ptr, eps,
     tokens, rows, columns, x_token, out_token,
-    NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
-    DEPENDENT: tl.constexpr, SHARED: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, EVEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr, WIDEN: tl.constexpr, DEPENDENT: tl.constexpr, SHARED: tl.constexpr, FAN: tl.constexpr,
 ):  # fmt: skip
     """Write x @ weight.T to out [tokens, rows], rounded once. The grid is (tiles of rows, tiles of tokens).
 
@@ -32,6 +32,10 @@ def multiply(
     ACTIVATION the weight has 2 * rows rows, the gate's first, and the result is activation(gate) * up. EVEN: COLUMNS
     divides the columns. DEPENDENT: the kernel was launched before the one before it has ended. SHARED: the number of
     tiles of tokens that are computed side by side for each tile of rows, so that many of both stay in the cache.
+
+    With FAN the product is that of routed pairs: result `pair` is row pair // FAN of x times the weight of the tile's
+    owner. pairs and owners: see experts.arrange. places: [owners, 2] int64, where an owner's weight and bias are,
+    counted in 16 numbers from weight and bias.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     WIDE: tl.constexpr = tl.float32 if WIDEN else DTYPE  # the interpreter does not compute in bfloat16
@@ -43,18 +47,28 @@ def multiply(
     m = token_tile * TOKENS + tl.arange(0, TOKENS)
     k = tl.arange(0, COLUMNS)
     is_row, is_token = n < rows, m < tokens
-    x_at = x_ptr + m.to(tl.int64)[:, None] * x_token + k[None, :]
-    weight_at = weight_ptr + n.to(tl.int64)[None, :] * columns + k[:, None]
-    up_at = weight_at + rows.to(tl.int64) * columns
     if DEPENDENT:
         # The next kernel may be launched now; it waits until this one has ended, before it reads any result. The
         # weight is no result: its first columns come to the cache while this kernel waits.
         gdc_launch_dependents()
-        line = weight_ptr + tl.minimum(n, rows - 1).to(tl.int64) * columns
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
-        )
+        if not FAN:  # then it is not known yet which weight it is
+            line = weight_ptr + tl.minimum(n, rows - 1).to(tl.int64) * columns
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
+            )
         gdc_wait()
+    source = m
+    if FAN:
+        owner = tl.load(owners_ptr + token_tile)
+        if owner < 0:
+            return
+        m = tl.load(pairs_ptr + m)
+        is_token, source = m >= 0, m // FAN
+        weight_ptr += 16 * tl.load(places_ptr + 2 * owner)
+        bias_ptr += 16 * tl.load(places_ptr + 2 * owner + 1)
+    x_at = x_ptr + source.to(tl.int64)[:, None] * x_token + k[None, :]
+    weight_at = weight_ptr + n.to(tl.int64)[None, :] * columns + k[:, None]
+    up_at = weight_at + rows.to(tl.int64) * columns
     total = tl.zeros([TOKENS, ROWS], tl.float32)
     up_total = tl.zeros([TOKENS, ROWS], tl.float32)
     squares = tl.zeros([TOKENS], tl.float32)
@@ -90,7 +104,7 @@ def multiply(
         if ACTIVATION != "":
             up_total += tl.load(bias_ptr + rows + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION != "":
-        total = activations.activated(total, ACTIVATION) * up_total
+        total = activations.gated(total, up_total, ACTIVATION, LIMIT, ALPHA)
     is_in = is_token[:, None] & is_row[None, :]
     at = m.to(tl.int64)[:, None] * out_token + n[None, :]
     if ADD:

@@ -1,0 +1,108 @@
+"""Triton kernels of a mixture of experts beside its products: the choice of experts, the order of work, and the sum.
+
+A pair is a token and one of its experts; its number is token * ACTIVE + the expert's place in the token's order. The
+products compute pairs in tiles, all of one expert (as in vLLM's `fused_moe`). How many tiles an expert needs is known
+on the device alone. So there are as many tiles as any choice can need, and those that are left over compute nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def choose(
+    logits_ptr, correction_ptr, weights_ptr, chosen_ptr, scale,
+    EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, ACTIVE: tl.constexpr, ACTIVE_P: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Write the weights and the numbers of a token's experts, the best first; among equals the first one is better.
+
+    logits: [tokens, EXPERTS]. weights: [tokens, ACTIVE] float32, times `scale`. chosen: [tokens, ACTIVE] int32. The
+    weights are a softmax over all experts. With SIGMOID they are sigmoids, to which correction [EXPERTS] is added for
+    the choice. With NORMALIZE a token's weights are divided by their sum. EXPERTS_P, ACTIVE_P: powers of two, not
+    smaller.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    e, place = tl.arange(0, EXPERTS_P), tl.arange(0, ACTIVE_P)
+    live = e < EXPERTS
+    logits = tl.load(logits_ptr + token * EXPERTS + e, mask=live, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+        ranks = scores + tl.load(correction_ptr + e, mask=live, other=0.0).to(tl.float32)
+    else:
+        scores = tl.exp(logits - tl.max(logits, 0))
+        scores /= tl.sum(scores, 0)
+        ranks = scores
+    ranks = tl.where(live & (ranks == ranks), ranks, float("-inf"))  # where they are no numbers, so are the weights
+    weights = tl.zeros([ACTIVE_P], tl.float32)
+    chosen = tl.zeros([ACTIVE_P], tl.int32)
+    for number in tl.static_range(ACTIVE):
+        best = tl.argmax(ranks, 0)
+        weights = tl.where(place == number, tl.sum(tl.where(e == best, scores, 0.0), 0), weights)
+        chosen = tl.where(place == number, best, chosen)
+        ranks = tl.where(e == best, float("-inf"), ranks)
+    if NORMALIZE:
+        weights /= tl.sum(weights, 0) + 1e-20  # which only changes a sum of 0
+    at = token * ACTIVE + place
+    tl.store(weights_ptr + at, weights * scale, mask=place < ACTIVE)
+    tl.store(chosen_ptr + at, chosen, mask=place < ACTIVE)
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def arrange(
+    chosen_ptr, pairs_ptr, owners_ptr, pairs, tiles,
+    EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write an expert's pairs, in their order, to the tiles that follow those of the experts before it.
+
+    The grid is (EXPERTS). chosen: [pairs] int32. pairs_ptr: [tiles * TOKENS] int32, -1 where a tile has no pair.
+    owners: [tiles] int32, each tile's expert, -1 behind the last expert's. EXPERTS_P: a power of two above EXPERTS.
+    """
+    expert = tl.program_id(0)
+    e, i = tl.arange(0, EXPERTS_P), tl.arange(0, TILE)
+    counts = tl.zeros([EXPERTS_P], tl.int32)
+    for first in range(0, pairs, TILE):
+        chosen = tl.load(chosen_ptr + first + i, mask=first + i < pairs, other=EXPERTS)
+        counts += tl.histogram(chosen, EXPERTS_P)
+    needed = (counts + TOKENS - 1) // TOKENS
+    tile = tl.sum(tl.where(e < expert, needed, 0), 0)
+    end = tile + tl.sum(tl.where(e == expert, needed, 0), 0)
+    at = tile * TOKENS
+    for first in range(0, pairs, TILE):
+        chosen = tl.load(chosen_ptr + first + i, mask=first + i < pairs, other=EXPERTS)
+        own = (chosen == expert).to(tl.int32)
+        tl.store(pairs_ptr + at + tl.cumsum(own, 0) - 1, first + i, mask=own > 0)
+        at += tl.sum(own, 0)
+    rest = at + tl.arange(0, TOKENS)
+    tl.store(pairs_ptr + rest, tl.full([TOKENS], -1, tl.int32), mask=rest < end * TOKENS)
+    for first in range(tile, end, TILE):
+        tl.store(owners_ptr + first + i, tl.full([TILE], 0, tl.int32) + expert, mask=first + i < end)
+    if expert == EXPERTS - 1:
+        for first in range(end, tiles, TILE):
+            tl.store(owners_ptr + first + i, tl.full([TILE], -1, tl.int32), mask=first + i < tiles)
+
+
+@triton.jit
+def combine(
+    x_ptr, results_ptr, weights_ptr, shared_ptr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Add weight * result of a token's experts, in their order, to TILE numbers of its row of x in place.
+
+    x: [tokens, SIZE]. results: [tokens * ACTIVE, SIZE]. weights: [tokens, ACTIVE] float32. With SHARED a row of shared
+    [tokens, SIZE] is added first. The sum is in float32, and is rounded once.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    live = i < SIZE
+    x_at = x_ptr + token * SIZE + i
+    total = tl.load(x_at, mask=live, other=0.0).to(tl.float32)
+    if SHARED:
+        total += tl.load(shared_ptr + token * SIZE + i, mask=live, other=0.0).to(tl.float32)
+    for number in tl.static_range(ACTIVE):
+        pair = token * ACTIVE + number
+        result = tl.load(results_ptr + pair * SIZE + i, mask=live, other=0.0).to(tl.float32)
+        total += result * tl.load(weights_ptr + pair)
+    tl.store(x_at, total.to(x_ptr.dtype.element_ty), mask=live)

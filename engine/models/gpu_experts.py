@@ -1,0 +1,216 @@
+"""A mixture of experts on a GPU: launches of kernels/gpu/experts.py, and products of pairs of a token and an expert.
+
+experts.py computes the same one expert after the other, and must know on the host how many tokens each one has. It is
+used where these kernels cannot be, and it is the tests' oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..attention.paged_gpu import MAX_ERROR, power_of_two, warps
+from ..kernels.launching import META, Job, launch
+from . import gpu_weights, skinny
+from .experts import Experts
+from .gpu_layers import GATE_TILE, gated
+from .gpu_weights import GPUWeight
+from .layers import Clamp, Linear
+from .routing import Order, Routed, places
+
+ARRANGE_TILE = 1024  # pairs that are read at once
+# Of products with plain weights, by the largest average number of an expert's pairs. Not measured yet.
+TILES = {
+    8: skinny.Tile(16, 32, 4, 4),
+    48: skinny.Tile(64, 64, 8, 3),
+    skinny.ANY: skinny.Tile(128, 64, 8, 3, columns=64, shared=8),
+}
+# The same with quantized weights.
+QUANTIZED_TILES = {8: gpu_weights.TILES[16], skinny.ANY: gpu_weights.TILES[64]}
+
+
+class RoutedExperts:
+    """The experts of a layer, whose weights are loaded. A token's result is computed as in Experts."""
+
+    def __init__(self, experts: Experts, activation: str) -> None:
+        self.spec, self.router = experts.spec, experts.router
+        self._experts, self._activation = experts, activation
+        self._up = Grouped(experts.gate_ups)
+        self._down = Grouped(experts.downs)
+        sigmoids = self.spec.sigmoids
+        self._scale = self.spec.scale * (1.0 if sigmoids is None else sigmoids.scale)
+
+    def add_to(self, x: Tensor, normed: Tensor) -> None:
+        """Add what the experts, and the MLP beside them, compute for `normed` to x in place: [tokens, hidden]."""
+        self.compute(x, normed, *self.route(normed))
+
+    def compute(self, x: Tensor, normed: Tensor, weights: Tensor, chosen: Tensor) -> None:
+        """Do as `add_to`, with these weights of each token's experts, and their numbers; see `route`."""
+        from ..kernels.gpu import experts as kernels
+
+        tokens, size = x.shape
+        assert x.is_contiguous()
+        order = self.arrange(chosen)
+        inner = self._up.multiply(normed, order, self.spec.active, self._activation, self.spec.clamp)
+        results = self._down.multiply(inner, order, 1)
+        shared = None
+        if self._experts.shared is not None:
+            gate_up, down = self._experts.shared
+            shared = down(gated(gate_up.product(normed), self._activation))
+        tile = min(GATE_TILE, power_of_two(size))
+        launch(kernels.combine, (tokens, -(-size // tile)),
+            x, results, weights, x if shared is None else shared,
+            SIZE=size, TILE=tile, ACTIVE=self.spec.active, SHARED=shared is not None,
+            num_warps=warps(tile),
+        )  # fmt: skip
+
+    def sizes(self) -> list[int]:
+        """Return a number of tokens for each kind of tile."""
+        spec, means = self.spec, [0, *self._up.tiles][:-1]
+        return [mean * spec.count // spec.active + 1 for mean in means]
+
+    def route(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights of each token's experts, float32, and their numbers, int32: [tokens, active]."""
+        spec = self.spec
+        if spec.sigmoids is not None and spec.sigmoids.groups > 1:
+            weights, chosen = self._experts.route(normed)
+            return (weights * spec.scale).float(), chosen.int()
+        return self.choose(self.router(normed))
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same for the router's logits: [tokens, experts]."""
+        from ..kernels.gpu import experts as kernels
+
+        spec, tokens = self.spec, len(logits)
+        weights = torch.empty(tokens, spec.active, dtype=torch.float32, device=logits.device)
+        chosen = torch.empty(tokens, spec.active, dtype=torch.int32, device=logits.device)
+        correction = self._experts.correction
+        count = power_of_two(spec.count)
+        launch(kernels.choose, (tokens,),
+            logits.contiguous(), logits if correction is None else correction, weights, chosen, self._scale,
+            EXPERTS=spec.count, EXPERTS_P=count, ACTIVE=spec.active, ACTIVE_P=power_of_two(spec.active),
+            SIGMOID=spec.sigmoids is not None, NORMALIZE=spec.is_normalized,
+            num_warps=warps(count),
+        )  # fmt: skip
+        return weights, chosen
+
+    def arrange(self, chosen: Tensor) -> Order:
+        """Return the pairs of a step in tiles of one expert each."""
+        from ..kernels.gpu import experts as kernels
+
+        count, experts = chosen.numel(), self.spec.count
+        tokens = self._up.tile(count).tokens
+        assert tokens == self._down.tile(count).tokens
+        tiles = count // tokens + min(count, experts)  # each expert can have one that is not full
+        pairs = torch.empty(tiles * tokens, dtype=torch.int32, device=chosen.device)
+        owners = torch.empty(tiles, dtype=torch.int32, device=chosen.device)
+        launch(kernels.arrange, (experts,),
+            chosen, pairs, owners, count, tiles,
+            EXPERTS=experts, EXPERTS_P=power_of_two(experts + 1), TOKENS=tokens, TILE=ARRANGE_TILE,
+            num_warps=4,
+        )  # fmt: skip
+        return Order(pairs, owners, num_pairs=count)
+
+
+class Grouped:
+    """The product of pairs with the weights of a layer's experts, which have one shape and one form."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self._first = linears[0]
+        self._weights = [_weight(linear) for linear in linears]
+        self._biases = [_bias(linear) for linear in linears]
+        tensors = [
+            [*_tensors(weight), *(() if bias is None else (bias,))]
+            for weight, bias in zip(self._weights, self._biases, strict=True)
+        ]
+        if self._biases[0] is None:
+            tensors = [[*each, tensors[0][0]] for each in tensors]
+        first = tensors[0][0]
+        self._places = places(tensors, first.device)
+
+    @property
+    def tiles(self) -> Mapping[int, skinny.Tile] | Mapping[int, gpu_weights.Tile]:
+        """What a program computes, by the largest average number of an expert's pairs."""
+        weight, uniform = self._weights[0], self._first.uniform
+        if isinstance(weight, GPUWeight):
+            return {skinny.ANY: gpu_weights.UNIFORM_TILE} if weight.is_uniform else QUANTIZED_TILES
+        if uniform is None and weight.dtype == torch.float32:
+            uniform = skinny.UNIFORM_FLOAT32[0]
+        # One that is the same for all numbers of rows: that with the fewest pairs that do not exist.
+        return TILES if uniform is None else {skinny.ANY: next(iter(uniform.values()))}
+
+    def tile(self, pairs: int) -> skinny.Tile | gpu_weights.Tile:
+        """Return what a program computes of a step with this many pairs."""
+        mean = pairs / len(self._weights)
+        return next(tile for most, tile in self.tiles.items() if mean <= most)
+
+    def multiply(self, x: Tensor, order: Order, fan: int, activation: str = "", clamp: Clamp | None = None) -> Tensor:
+        """Return [pairs, rows] for x: [pairs / fan, columns]; with an activation [pairs, rows / 2], see Gated."""
+        routed, weight, bias = Routed(order, self._places, fan), self._weights[0], self._biases[0]
+        tile = self.tile(order.num_pairs)
+        if isinstance(weight, GPUWeight):
+            assert isinstance(tile, gpu_weights.Tile) and bias is not None
+            out = torch.empty(order.num_pairs, weight.rows, dtype=x.dtype, device=x.device)
+            weight.multiply_routed(x, bias, out, routed, tile)
+            return gated(out, activation, clamp) if activation else out
+        assert isinstance(tile, skinny.Tile)
+        return skinny.multiply(x, weight, tile, bias=bias, activation=activation, clamp=clamp, routed=routed)
+
+
+def objection(experts: Experts) -> str | None:
+    """Return why RoutedExperts cannot compute these experts, or None."""
+    for linears in (experts.gate_ups, experts.downs):
+        forms = {None if each.quantized is None else each.quantized.forms for each in linears}
+        if len(forms) > 1 or any(form is not None and len(form) > 1 for form in forms):
+            return "experts whose weights are stored in several forms"
+        if any(part.order is not None for each in linears if each.quantized for part in each.quantized.parts):
+            return "experts whose columns are stored in an order of their own"
+    return None
+
+
+def jobs(experts: Experts, activation: str, dtype: torch.dtype, *, wide: bool) -> Iterator[Job]:
+    """Yield what compiles the kernels for experts with plain weights on META; `wide`: the router's logits are in
+    float32."""
+    routed = RoutedExperts(experts, activation)
+    logits = torch.empty(1, experts.spec.count, dtype=torch.float32 if wide else dtype, device=META)
+    yield partial(routed.choose, logits)
+    hidden, active = experts.router.weight.shape[1], experts.spec.active
+    for tokens in routed.sizes():
+        x = torch.empty(tokens, hidden, dtype=dtype, device=META)
+        weights = torch.empty(tokens, active, dtype=torch.float32, device=META)
+        chosen = torch.empty(tokens, active, dtype=torch.int32, device=META)
+        yield partial(routed.compute, x, x, weights, chosen)
+
+
+@torch.inference_mode()
+def trial(experts: Experts, activation: str) -> str | None:
+    """Compute with each kind of tile; return why the kernels cannot be used, or None.
+
+    Kernels that have not been compiled before are compiled now, and not while a graph is captured.
+    """
+    router = experts.router.weight
+    draw = torch.Generator(router.device).manual_seed(0)
+    routed = RoutedExperts(experts, activation)
+    for tokens in routed.sizes():
+        x = torch.randn(tokens, router.shape[1], generator=draw, dtype=router.dtype, device=router.device)
+        ours = torch.zeros_like(x)
+        routed.add_to(ours, x)
+        error = gpu_weights.relative(ours, experts(x, torch.zeros_like(x)))
+        if not error < MAX_ERROR[x.dtype]:
+            return f"the Triton kernels compute wrong results of experts on this device (relative error {error:.2g})"
+    return None
+
+
+def _weight(linear: Linear) -> Tensor | GPUWeight:
+    return linear.weight if linear.quantized is None else linear.quantized.parts[0]
+
+
+def _bias(linear: Linear) -> Tensor | None:
+    return linear.bias if linear.quantized is None else linear.quantized.bias
+
+
+def _tensors(weight: Tensor | GPUWeight) -> tuple[Tensor, ...]:
+    return (weight,) if isinstance(weight, Tensor) else weight.tensors

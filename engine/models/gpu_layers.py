@@ -1,0 +1,65 @@
+"""Launches of kernels/gpu/layers.py: what is between the products of a layer on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention.paged_gpu import power_of_two, warps
+from ..kernels.launching import launch
+from .norms import RMSNorm
+from .skinny import Clamp, gate_constants
+
+GATE_TILE = 1024
+
+
+def add_norm(x: Tensor, added: Tensor | None, norm: RMSNorm, after: RMSNorm | None = None) -> Tensor:
+    """Add to x [tokens, hidden_size] in place, and return its norm. None: there is nothing to add.
+
+    `after`: the norm of what is added; it is of the same kind.
+    """
+    normed = torch.empty_like(x)
+    _launch(x, added, after, norm, normed)
+    return normed
+
+
+def add(x: Tensor, added: Tensor, after: RMSNorm) -> None:
+    """Add the norm of `added` to x [tokens, hidden_size] in place."""
+    _launch(x, added, after, None, x)
+
+
+def _launch(x: Tensor, added: Tensor | None, after: RMSNorm | None, norm: RMSNorm | None, normed: Tensor) -> None:
+    from ..kernels.gpu import layers as kernels
+
+    tokens, size = x.shape
+    assert x.is_contiguous() and (added is None or added.is_contiguous())
+    width, first = power_of_two(size), norm or after
+    assert first is not None
+    launch(kernels.add_norm, (tokens,),
+        x, x if added is None else added, x if after is None else after.gain, x if norm is None else norm.gain, normed,
+        first.eps,
+        SIZE=size, SIZE_P=width, ADD=added is not None, AFTER=after is not None, NORM=norm is not None,
+        WIDE=first.kind.is_wide, num_warps=warps(width),
+    )  # fmt: skip
+
+
+def gated(gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
+    """Return activation(gate) * up, [tokens, inner], for gate_up [tokens, 2 * inner]; `clamp`: in place of the
+    activation."""
+    from ..kernels.gpu import layers as kernels
+
+    tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.is_contiguous()
+    out = gate_up.new_empty(tokens, inner)
+    tile = min(GATE_TILE, power_of_two(inner))
+    launch(
+        kernels.gate,
+        (tokens, -(-inner // tile)),
+        gate_up,
+        out,
+        INNER=inner,
+        TILE=tile,
+        **gate_constants(activation, clamp),
+        num_warps=warps(tile),
+    )
+    return out

@@ -1,0 +1,253 @@
+"""Mixtures of experts on a GPU in Triton's interpreter; test_paged_gpu.py runs this file.
+
+    TRITON_INTERPRET=1 python -m pytest tests/engine/interpreted_experts.py
+
+The interpreter truncates where a GPU rounds to bfloat16, so results are compared in float32 and float16.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import EngineConfig
+from engine.kernels.gpu import attention as attention_kernels
+from engine.kernels.gpu import experts as kernels
+from engine.kernels.gpu import layers as layer_kernels
+from engine.kernels.gpu import skinny as skinny_kernels
+from engine.models import gpu_experts, gpu_weights, skinny
+from engine.models.decoder import Decoder
+from engine.models.executor import Eager
+from engine.models.experts import Experts, ExpertsSpec, Sigmoids
+from engine.models.gpu_experts import RoutedExperts, objection
+from engine.models.layers import Clamp, Quantization
+from engine.models.on_gpu import OnGPU
+from engine.models.skinny import ANY, Tile
+from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, Calls, cache_of, inside, step
+from tests.engine.interpreter import prepare
+from tests.engine.recorder import Recorder
+from tests.engine.test_attention import CPU
+from tests.models import load_model, make
+
+prepare()
+SMALL = Tile(16, 16, 2, 2)
+SHAPE = ExpertsSpec(5, 2, 24, True, frozenset(), ("gate", "{}.gate", "{}.up", "{}.down"))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Let products have small tiles; the trials of the models are left out."""
+    monkeypatch.setattr(skinny, "UNIFORM_FLOAT32", [{ANY: SMALL}])
+    monkeypatch.setattr(gpu_weights, "objection", lambda *_: None)
+
+
+def experts_of(dtype: torch.dtype = torch.float32, hidden: int = 40, **changes: Any) -> Experts:
+    """Return experts with random weights."""
+    spec = ExpertsSpec(**{**{name: getattr(SHAPE, name) for name in SHAPE.__slots__}, **changes})
+    draw = torch.Generator().manual_seed(spec.count)
+    experts = Experts(hidden, spec, dtype, CPU, activation="silu")
+    linears = [experts.router, *experts.gate_ups, *experts.downs, *(experts.shared or ())]
+    for linear in linears:
+        linear.weight.normal_(0, 0.3, generator=draw)
+        if linear.bias is not None:
+            linear.bias.normal_(0, 0.3, generator=draw)
+    if experts.correction is not None:
+        experts.correction.normal_(0, 0.3, generator=draw)
+    return experts
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
+
+
+KINDS = {
+    "softmax": {},
+    "softmax that is not normalized": {"is_normalized": False},
+    "one expert per token": {"active": 1},
+    "all experts": {"active": 5},
+    "biases and a clamp": {"has_bias": True, "clamp": Clamp(0.5, 1.7)},
+    "sigmoids": {"sigmoids": Sigmoids(1, 1, 2.5)},
+    "sigmoids in groups, and a shared MLP": {"count": 6, "sigmoids": Sigmoids(3, 2, 2.5), "shared": 32},
+    "scaled results and a shared MLP": {"scale": 0.25, "shared": 32},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 4e-3)])
+def test_results_are_those_of_one_expert_after_the_other(kind, dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(gpu_experts, "TILES", {1: SMALL, ANY: Tile(32, 16, 2, 2, columns=64, shared=8)})
+    monkeypatch.setattr(gpu_experts, "ARRANGE_TILE", 16)
+    experts = experts_of(dtype, **KINDS[kind])
+    routed = RoutedExperts(experts, "silu")
+    for tokens in (1, 2, 23, 70):
+        x, residual = numbers(tokens, 40, dtype=dtype), numbers(tokens, 40, dtype=dtype)
+        want = experts(x, residual)
+        stream = inside(residual)
+        routed.add_to(stream, inside(x))
+        error = float((stream.double() - want.double()).norm() / want.double().norm())
+        assert error < tolerance, tokens
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", ["softmax", "biases and a clamp"])
+def test_quantized_weights_stay_quantized(bits, kind, monkeypatch):
+    tiles = {1: gpu_weights.Tile(16, 16, 2, 2), ANY: gpu_weights.Tile(32, 16, 2, 2)}
+    monkeypatch.setattr(gpu_experts, "QUANTIZED_TILES", tiles)
+    experts = experts_of(hidden=96, inner=64, **KINDS[kind])
+    for linear in [*experts.gate_ups, *experts.downs]:
+        linear.pack(None, quantization=Quantization(bits))
+        assert not linear.weight.numel()
+    assert objection(experts) is None
+    routed = RoutedExperts(experts, "silu")
+    for tokens in (1, 23):
+        x, residual = numbers(tokens, 96), numbers(tokens, 96)
+        want = experts(x, residual)
+        routed.add_to(residual, x)
+        torch.testing.assert_close(residual, want, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_that_are_stored_in_two_forms_or_orders_are_left_to_torch():
+    experts = experts_of(hidden=96, inner=64)
+    assert objection(experts) is None
+    experts.downs[1].pack(None, quantization=Quantization(8))
+    assert objection(experts) == "experts whose weights are stored in several forms"
+    for linear in (*experts.downs[:1], *experts.downs[2:]):
+        linear.pack(None, quantization=Quantization(8))
+    assert objection(experts) is None
+    (part,) = experts.downs[3].quantized.parts
+    part.order = torch.arange(64)
+    assert objection(experts) == "experts whose columns are stored in an order of their own"
+
+
+def routed_of(experts: Experts, chosen: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+    """Return the tiles of pairs, and the owners of the tiles."""
+    order = RoutedExperts(experts, "silu").arrange(torch.tensor(chosen, dtype=torch.int32))
+    return order.pairs.view(len(order.owners), -1).tolist(), order.owners.tolist()
+
+
+def test_each_pair_is_in_one_tile_of_its_expert_in_order(monkeypatch):
+    monkeypatch.setattr(gpu_experts, "ARRANGE_TILE", 32)
+    experts = experts_of(active=2)
+    draw = torch.Generator().manual_seed(1)
+    for tokens in (1, 2, 7, 60):
+        chosen = torch.rand(tokens, 5, generator=draw).topk(2).indices.tolist()
+        pairs, owners = routed_of(experts, chosen)
+        found: dict[int, list[int]] = {}
+        for tile, owner in zip(pairs, owners, strict=True):
+            if owner >= 0:
+                own = [pair for pair in tile if pair >= 0]
+                assert own == tile[: len(own)] and own
+                found.setdefault(owner, []).extend(own)
+        flat = [expert for each in chosen for expert in each]
+        assert found == {expert: [at for at, own in enumerate(flat) if own == expert] for expert in sorted({*flat})}
+        assert owners == sorted(owners, key=lambda owner: (owner < 0, owner))
+
+
+def test_there_are_tiles_enough_for_any_choice():
+    experts = experts_of(active=2)
+    for chosen in ([[4, 4]] * 17, [[0, 4]] * 17, [[at % 5, (at + 1) % 5] for at in range(40)]):
+        pairs, owners = routed_of(experts, chosen)
+        assert sorted(pair for tile, owner in zip(pairs, owners, strict=True) for pair in tile if owner >= 0)[
+            -2 * len(chosen) :
+        ] == list(range(2 * len(chosen)))
+
+
+def test_the_best_experts_are_chosen_and_the_first_of_equals():
+    experts = experts_of(hidden=5, active=3, is_normalized=False)
+    experts.router.weight.copy_(torch.eye(5))
+    x = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0], [-1.0, -300.0, -2.0, -300.0, -300.0]])
+    weights, chosen = RoutedExperts(experts, "silu").route(x)
+    assert chosen.tolist() == [[1, 3, 2], [0, 2, 1]]
+    torch.testing.assert_close(weights, x.softmax(-1).gather(1, chosen.long()))
+
+
+def test_a_token_that_is_no_number_spoils_no_other():
+    experts = experts_of()
+    x = numbers(7, 40)
+    alone = x.clone()
+    RoutedExperts(experts, "silu").add_to(alone, x)
+    x[3] = math.nan
+    beside = x.clone()
+    RoutedExperts(experts, "silu").add_to(beside, x)
+    assert beside[3].isnan().all()
+    others = [0, 1, 2, 4, 5, 6]
+    assert torch.equal(beside[others], alone[others])
+
+
+def test_a_token_has_the_same_bits_among_any_others():
+    experts = experts_of(has_bias=True)
+    for linear in [experts.router, *experts.gate_ups, *experts.downs]:
+        linear.unify(skinny.UNIFORM_FLOAT32[0])
+    routed, x = RoutedExperts(experts, "silu"), numbers(50, 40)
+    whole = x.clone()
+    routed.add_to(whole, x)
+    for first, last in ((0, 1), (7, 8), (3, 30)):
+        part = x[first:last].clone()
+        routed.add_to(part, x[first:last].clone())
+        assert torch.equal(part, whole[first:last])
+
+
+def test_the_launches_can_be_captured_and_replayed_for_another_choice():
+    recorder, experts, x, out = Recorder(), experts_of(), numbers(9, 40), torch.zeros(9, 40)
+    routed = RoutedExperts(experts, "silu")
+    with recorder.kernels(kernels, skinny_kernels), torch.inference_mode():
+        replay = recorder.capture(lambda: routed.add_to(out, x))
+        x.mul_(-2)
+        out.zero_()
+        replay()
+        assert not torch.equal(experts.route(x)[1], experts.route(x / -2)[1])
+        torch.testing.assert_close(out, experts(x, torch.zeros_like(x)), rtol=1e-4, atol=1e-4)
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def load(folder: Any, dtype: str = "float32", **settings: Any) -> Decoder:
+    model = load_model(EngineConfig(model=str(folder), cpu_isa="torch", dtype=dtype, **settings), folder)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def test_a_layer_of_experts_takes_twelve_launches(tmp_path, monkeypatch):
+    model, calls = load(make("mixtral", tmp_path)), Calls()
+    for module, names in (
+        (attention_kernels, ["attend", "rotate_store"]),
+        (layer_kernels, ["add_norm"]),
+        (skinny_kernels, ["multiply"]),
+        (kernels, ["choose", "arrange", "combine"]),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, calls.kernel(getattr(module, name)))
+    cache = cache_of(model)
+    for rows in (CHUNKS, MIXED, DECODES):
+        forward = step(model, rows, cache)
+        model.executors[0].run(forward)  # makes the step's plan and the workspace
+    calls.names.clear()
+    with torch.no_grad(), calls:
+        model.executors[0].run(forward)
+    attention = ["add_norm", "mm", "rotate_store", "attend", "mm", "add_norm"]
+    layer = [*attention, "mm", "choose", "arrange", "multiply", "multiply", "combine"]
+    assert calls.names == ["embedding", *layer * len(model.layers)]
+
+
+MIXTURES = ["qwen3_moe", "qwen3_moe-sparse", "mixtral-window", "gpt_oss-clamped", "qwen3_vl_moe", "granitemoe"]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_steps_of_models_with_experts_equal_torch_and_ask_the_host_nothing(tmp_path, name, monkeypatch):
+    model = load(make(name, tmp_path))
+    assert [type(each) for each in model.executors] == [OnGPU, Eager]
+    ours, torchs = cache_of(model), cache_of(model)
+    with torch.inference_mode():
+        for rows in (CHUNKS, MIXED, DECODES):
+            want = model.executors[1].run(step(model, rows, torchs))
+            with monkeypatch.context() as patch:
+                patch.setattr(Experts, "__call__", lambda *_: pytest.fail("torch computes the experts"))
+                for asked in ("item", "tolist", "cpu"):
+                    patch.setattr(Tensor, asked, lambda *_: pytest.fail("the host waits"))
+                found = model.executors[0].run(step(model, rows, ours))
+            torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
