@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from . import attention, hub, memory, models, roofline
 from .attention.cache_memory import Population
 from .config import EngineConfig, check
+from .kernels.launching import use_device
 from .kernels.library import Choice, Kernels, settle
 from .kernels.weight_packing import compresses
 from .loop import EngineLoop, Outbox, StepOutOfMemory
@@ -66,7 +67,7 @@ def pick_device(name: str) -> torch.device:
             raise ConfigError(f"`device={name}` needs a CUDA GPU, but the installed torch {torch.__version__} {why}")
         if (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"there is no {name}: this machine has {torch.cuda.device_count()} CUDA devices")
-        torch.cuda.set_device(device.index or 0)  # Triton and events use the current device
+        use_device(device)
     return device
 
 

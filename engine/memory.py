@@ -36,9 +36,11 @@ USEFUL = 2
 MIN_TOKENS = 512
 # The sampler's memory per logit: the logit and a copy (float32), the weight (int64), its sum and a filtered copy.
 SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
-# What the driver keeps of a launch in a CUDA graph, at most; the launches of a layer; and the workspace that cuBLAS
-# allocates for the stream of the captures.
-LAUNCH_BYTES, LAYER_LAUNCHES, WORKSPACE_BYTES = 16 << 10, 10, 32 << 20
+# What the driver keeps of a CUDA graph, and of a launch in it, at most; the launches of a layer, and those more if it
+# has experts; and the workspace that cuBLAS allocates for the stream of the captures.
+GRAPH_BYTES, LAUNCH_BYTES = 256 << 10, 16 << 10
+LAYER_LAUNCHES, EXPERT_LAUNCHES = 10, 6
+WORKSPACE_BYTES = 32 << 20
 # The launches of the graphs of a number of drawing rows, and the tables of counts of a row, see TritonLogits.
 DRAW_LAUNCHES, DRAW_TABLES = 40, 64 << 10
 
@@ -166,14 +168,16 @@ def graph_bytes(spec: ModelSpec, config: EngineConfig, backend: type[AttentionBa
     if decoder is None or decoder.difference_on_gpu is not None:  # these layers are not captured
         return 0
     sizes = graph_sizes.sizes(config.max_seqs, config.max_batched_tokens)
-    launches = len(sizes.all) * LAYER_LAUNCHES * len(spec.layers)
+    of_layer = LAYER_LAUNCHES if decoder.experts is None else LAYER_LAUNCHES + EXPERT_LAUNCHES
+    launches = len(sizes.all) * of_layer * len(spec.layers)
     # The graphs share their intermediate results, and the copy of the hidden states that they return.
     shared = sizes.largest * (_token_bytes(spec) + decoder.hidden_size * spec.dtype.itemsize)
     # The logits stay in memory of their own; the head's result and the weights are intermediate results.
     draws = graph_sizes.draws(config.max_seqs, config.max_batched_tokens)
     shared += draws[-1] * (3 * 4 * spec.vocab_size + DRAW_TABLES)
     launches += len(draws) * DRAW_LAUNCHES
-    return shared + spec.workspace_bytes + WORKSPACE_BYTES + launches * LAUNCH_BYTES
+    fixed = WORKSPACE_BYTES + (len(sizes.all) + len(draws)) * GRAPH_BYTES
+    return shared + spec.workspace_bytes + fixed + launches * LAUNCH_BYTES
 
 
 def _token_bytes(spec: ModelSpec) -> int:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-# torch.OutOfMemoryError is only for its CUDA allocator. Its CPU allocator, CUDA and cuBLAS raise RuntimeError.
-OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# torch.OutOfMemoryError is only for its CUDA allocator. Its CPU allocator, CUDA, cuBLAS and Triton raise RuntimeError.
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

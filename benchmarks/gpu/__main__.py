@@ -92,7 +92,8 @@ def run(command: list[str], seconds: float) -> Iterator[Result]:
     reader.start()
     try:
         for line in process.stdout:
-            yield json.loads(line)
+            if line.startswith("{"):  # libraries print, too
+                yield json.loads(line)
     finally:
         timer.cancel()
         code = process.wait()

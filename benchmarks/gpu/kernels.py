@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionLayer, AttentionMeta, choose
+from engine.kernels.launching import use_device
 from engine.roofline import BYTES, SHAPES, matrix_rate, read_rate
 
 BLOCK = 16
+SLEEP_CYCLES = 2_000_000  # about a millisecond
 REPLAYS = 20  # of the same step: a race moves the result
 NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
@@ -86,12 +88,16 @@ class Case:
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, times: int) -> float:
-    """Return the median time of some work, on the device's clock."""
+    """Return the median time of some work, on the device's clock.
+
+    The device sleeps until the work has been queued, so that it never waits for the host.
+    """
     found = []
     work()
     for _ in range(times):
         if device.type == "cuda":
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            torch.cuda._sleep(SLEEP_CYCLES)
             events[0].record()
             work()
             events[1].record()
@@ -124,8 +130,7 @@ def main() -> None:
     args = parser.parse_args()
     end = time.perf_counter() + args.seconds
     device, dtype = torch.device(args.device), torch.bfloat16
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
     heads, kv_heads, dim = (4, 2, 16) if args.tiny else (32, 8, 128)
     layer = AttentionLayer(heads, kv_heads, dim, dim, scale=dim**-0.5)
     copy = read_rate(device, BYTES // 64 if args.tiny else BYTES, 3)

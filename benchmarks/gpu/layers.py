@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from engine.attention import AttentionLayer, AttentionMeta
 from engine.attention.paged_gpu import HeadNorms, PagedGPU, Rotation, limitation
+from engine.kernels.launching import use_device
 from engine.models.norms import RMSNorm
 from engine.models.on_gpu import add_norm, gated
 from engine.models.rope import Rope, Rotary, rotate
@@ -122,9 +123,8 @@ def main() -> None:
     args = parser.parse_args()
     end = time.perf_counter() + args.seconds
     device = torch.device(args.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif args.tiny:
+    use_device(device)
+    if args.tiny and device.type != "cuda":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     names, sizes = (["tiny"], (3,)) if args.tiny else (["8B", "0.6B"], (64, 1, 8192))
     first = Case(names[0], sizes[0], device)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.kernels.launching import use_device
 from engine.models.gpu_weights import ROUNDED, TILES, Form, GPUProduct, objection, random_weight, relative
 from engine.roofline import BYTES, read_rate
 
@@ -98,9 +99,8 @@ def main() -> None:
     args = parser.parse_args()
     end = time.perf_counter() + args.seconds
     device = torch.device(args.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif args.tiny:
+    use_device(device)
+    if args.tiny and device.type != "cuda":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     weights = shapes("tiny" if args.tiny else "8B")
     forms = dict(list(FORMS.items())[:3]) if args.tiny else FORMS

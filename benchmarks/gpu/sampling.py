@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kernels.launching import use_device
 from engine.roofline import BYTES, read_rate
 from engine.runner.logits import ROW_PARAMS, LogitsBackend, TorchLogits
 from engine.runner.triton_logits import TritonLogits, objection
@@ -52,9 +53,8 @@ def main() -> None:
     args = parser.parse_args()
     end = time.perf_counter() + args.seconds
     device = torch.device(args.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif args.tiny:
+    use_device(device)
+    if args.tiny and device.type != "cuda":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     vocab_size = SHAPES["tiny" if args.tiny else "8B"]["vocab_size"]
     began = time.perf_counter()

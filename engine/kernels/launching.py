@@ -23,9 +23,25 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     launch.
     """
     if args[0].is_meta:
-        kernel.warmup(*args, grid=grid, **options)
+        _compile_launcher(kernel.warmup(*args, grid=grid, **options))
     else:
         kernel[grid](*args, **options)
+
+
+def _compile_launcher(compiled: Any) -> None:
+    """Compile the C function that launches a kernel, which Triton otherwise does when it is first launched. It is kept,
+    as the kernel is."""
+    from triton.runtime import driver
+
+    launcher = getattr(driver.active, "launcher_cls", None)
+    if launcher is not None and compiled is not None:
+        launcher(compiled.src, compiled.metadata)
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU this thread's current one, for which Triton compiles and launches, and which events use."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # torch refuses a device without an index
 
 
 class Compiling:
@@ -52,7 +68,6 @@ class Compiling:
 
 @torch.inference_mode()
 def _run(job: Job, device: torch.device) -> None:
+    use_device(device)
     with suppress(Exception):  # what fails here fails in a trial, too, which says so
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # Triton compiles for the current device, and each thread has its own
         job()

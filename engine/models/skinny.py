@@ -7,6 +7,7 @@ batch, the kernel computes all products, see invariance.py.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -150,18 +151,25 @@ def fastest(times: Mapping[Tile | None, float]) -> Tile | None:
     return best if times[best] * GAIN <= times[None] else None
 
 
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all measurements: cuBLAS keeps a workspace for each, of 32 MiB on large GPUs."""
+    return torch.cuda.Stream(device)
+
+
 def seconds(works: Sequence[Callable[[], Any]], device: torch.device) -> float:
     """Return the time of some work on a GPU, replayed from a CUDA graph: launching it would take longer.
 
     The kernels are compiled before. Nothing is captured if any of them fails.
     """
-    stream = torch.cuda.Stream(device)
+    stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for work in works:
             work()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        # In the default mode a kernel that another thread compiles and loads meanwhile could make the capture fail.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for work in works:
                 work()
         found = []

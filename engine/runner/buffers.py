@@ -26,6 +26,8 @@ class Views(NamedTuple, Generic[T]):
     block_table: T  # [rows, width] int32
 
 
+# Triton compiles a kernel once more for addresses that are not multiples of this, and the trials have those that are.
+ALIGNMENT = 16  # bytes
 NUM_LONGS = 5  # the int64 inputs, which precede the int32 ones
 
 
@@ -44,8 +46,14 @@ class Shape(NamedTuple):
         return *per_token, self.rows + 1, self.rows, self.rows * self.width
 
 
+def aligned(size: int, itemsize: int) -> int:
+    """Return the number of elements after which the next input begins at a multiple of ALIGNMENT bytes."""
+    unit = ALIGNMENT // itemsize
+    return -(-size // unit) * unit
+
+
 class Buffers:
-    """One piece of memory on the host and one on the device. The address of each input never changes.
+    """One piece of memory on the host and one on the device. The address of each input never changes, and is aligned.
 
     On a CPU both are the same memory. The inputs of a step are valid until `views` is called for the next step. By then
     its forward pass must be queued.
@@ -61,8 +69,8 @@ class Buffers:
         self._padded = padded
         self._largest = Shape(max_tokens, max_seqs, max_blocks, logits=max_tokens, hidden=max_tokens)
         sizes = self._largest.num_elements()
-        *starts, self._longs = accumulate(sizes[:NUM_LONGS], initial=0)
-        *int_starts, ints = accumulate(sizes[NUM_LONGS:], initial=0)
+        *starts, self._longs = accumulate((aligned(size, 8) for size in sizes[:NUM_LONGS]), initial=0)
+        *int_starts, ints = accumulate((aligned(size, 4) for size in sizes[NUM_LONGS:]), initial=0)
         self._starts = starts + int_starts  # of each input, among the numbers of its type
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(self._longs + -(-ints // 2), dtype=torch.int64, pin_memory=on_gpu)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attention.metadata import Tables
-from .buffers import Shape
+from .buffers import Shape, aligned
 
 Ints = NDArray[np.int64]
 
@@ -27,12 +27,13 @@ class GroupTables:
         self._tables = np.zeros((num_groups, largest.rows, largest.width), np.int32)
         on_gpu = device.type == "cuda"
         # Of each group the slots of tokens in int64, then the block table in int32.
-        size = largest.tokens + -(-largest.rows * largest.width // 2)
+        self._longs = aligned(largest.tokens, 8)
+        size = self._longs + aligned(largest.rows * largest.width, 4) // 2
         self._host = torch.zeros(num_groups, size, dtype=torch.int64, pin_memory=on_gpu)
         self._device = self._host.to(device) if on_gpu else self._host
         self._copied = torch.cuda.Event() if on_gpu else None
         host = self._host.numpy()
-        self._slots, self._rows = host[:, : largest.tokens], host[:, largest.tokens :].view(np.int32)
+        self._slots, self._rows = host[:, : largest.tokens], host[:, self._longs :].view(np.int32)
 
     def append(self, slot: int, count: int, block_ids: list[int]) -> list[int]:
         """Add blocks of all groups to a slot, which has `count` of each; returns those of the first group."""
@@ -68,14 +69,14 @@ class GroupTables:
 
     def _copy(self, ints: int) -> None:
         if self._copied is not None:
-            used = self._largest.tokens + -(-ints // 2)
+            used = self._longs + -(-ints // 2)
             for device, host in zip(self._device, self._host, strict=True):
                 device[:used].copy_(host[:used], non_blocking=True)
             self._copied.record()
 
     def _on_device(self, tokens: int, rows: int, width: int) -> tuple[Tables, ...]:
         def of(group: Tensor) -> Tables:
-            table = group[self._largest.tokens :].view(torch.int32)[: rows * width]
+            table = group[self._longs :].view(torch.int32)[: rows * width]
             return Tables(group[:tokens], table.view(rows, width))
 
         return tuple(map(of, self._device))

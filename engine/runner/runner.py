@@ -283,6 +283,7 @@ class Runner:
             entered = [Entered(row.seq_id, params, length, []) for row in rows]
             self.launch(Batch(0, rows, entered)).sample().result()
             self.launch(Batch(0, [], [], [row.seq_id for row in rows])).sample().result()
+        self._launched = None  # this step refers to the runner, which may be one that only measures memory
         if self.graphs is not None:
             _guarded(self.graphs.capture_first)
 

@@ -189,6 +189,24 @@ def triton_kernels() -> list[Any]:
     return [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
 
 
+def test_jobs_run_for_a_device_without_an_index(monkeypatch):
+    """Which `cuda` is, and which torch.cuda.set_device refuses."""
+    used, ran = [], []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: used.append(int(index)))
+    launching._run(lambda: ran.append(True), torch.device("cuda"))
+    assert (used, ran) == ([0], [True])
+
+
+def test_the_function_that_launches_a_kernel_is_compiled_with_it(monkeypatch):
+    from engine.kernels.gpu import layers as kernels
+
+    kernels.gate.device_caches.clear()
+    made = []
+    monkeypatch.setattr(Driver, "launcher_cls", lambda _, src, metadata: made.append(metadata.name), raising=False)
+    on_gpu.gated(torch.empty(2, 64, dtype=torch.bfloat16, device=META), "silu")
+    assert made == ["gate"]
+
+
 def test_a_job_that_fails_harms_no_other_and_kernels_are_compiled_in_threads():
     from engine.kernels.gpu import layers as kernels
 
