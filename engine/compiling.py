@@ -23,6 +23,7 @@ from .models.family import BEFORE
 from .models.gpu_layers import add
 from .models.layers import Linear
 from .models.norms import RMSNorm
+from .models.skinny import CANDIDATES, candidates
 from .runner.triton_logits import FIELDS, TritonLogits
 
 FEW = 2  # tokens of a chunk
@@ -106,12 +107,14 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
             yield partial(_products, linears, tile, None)
             yield partial(_products, wide, tile, torch.float32)
     elif layer.output.scale == 1 and decoder.norms == BEFORE:
-        for rows, tiles in skinny.CANDIDATES.items():
-            for tile in tiles:
-                after = [(layer.qkv, attention_norm), *((each.gate_up, mlp_norm) for each in with_mlp)]
-                for linear, norm in after:
-                    yield partial(_after_norm, linear, tile, numbers(rows, linear), norm, activation)
-                yield partial(_before_residuals, (layer.output, *(each.down for each in with_mlp)), tile, rows)
+        head = Linear(spec.vocab_size, decoder.hidden_size, False, spec.dtype, META)
+        after = [(layer.qkv, attention_norm), *((each.gate_up, mlp_norm) for each in with_mlp)]
+        for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("qkv", rows, spec.dtype)):
+            for linear, norm in after:
+                yield partial(_after_norm, linear, tile, numbers(FEW, linear), norm, activation)
+            yield partial(_products, [head], tile, torch.float32)
+        for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("down", rows, spec.dtype)):
+            yield partial(_before_residuals, (layer.output, *(each.down for each in with_mlp)), tile, FEW)
     for mixture in experts:
         is_wide = spec.dtype != torch.float32 and (mixture.router.bias is None or config.batch_invariant)
         yield from gpu_experts.jobs(mixture, activation, spec.dtype, wide=is_wide)

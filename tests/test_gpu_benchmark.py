@@ -25,7 +25,7 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
         "llguidance",
     ]
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({others})\n")
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--seconds", "60"]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--seconds", "120"]
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(
         [*command, "--out", tmp_path], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False

@@ -22,7 +22,7 @@ from engine.build import Built, build
 from engine.config import EngineConfig
 from engine.models.decoder import Decoder
 from engine.models.on_gpu import measured
-from engine.models.skinny import CANDIDATES, is_measurable
+from engine.models.skinny import CANDIDATES, Tile, is_measurable
 from engine.runner import Step
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest, SamplingParams, TokenDelta
@@ -170,10 +170,18 @@ def products(built: Built) -> Iterator[dict[str, Any]]:
         return
     for rows in CANDIDATES:
         for part, times in measured(model.layers, rows, model.spec.decoder.activation).items():
-            labels = {tile: "torch" if tile is None else f"tiles of {tile.rows}" for tile in times}
+            labels = {tile: "torch" if tile is None else _label(tile) for tile in times}
             found = {labels[tile]: 1e6 * seconds for tile, seconds in times.items()}
+            if not hasattr(model.layers[0], part):
+                yield {"measurement": f"{part}, {rows} rows, us", **found}
+                continue
             gb = getattr(model.layers[0], part).weight.nbytes / 1e9
             yield {"measurement": f"{part}, {rows} rows, us", **found, "best_gb_per_s": gb / min(times.values())}
+
+
+def _label(tile: Tile) -> str:
+    parts = f" in {tile.parts} parts" if tile.parts > 1 else ""
+    return f"tiles of {tile.rows} by {tile.columns}{parts}"
 
 
 def plan(is_tiny: bool) -> list[tuple[str, float, Callable[[Loop], dict[str, Any]]]]:

@@ -215,7 +215,7 @@ class Decoder:
         if fused is not None:
             self.executors.insert(0, fused)
         on_gpu, self.product = gpu_choice.choose(
-            parts, norm=self.norm, linears=linears, product=self.product, project=self.project
+            parts, norm=self.norm, head=self.head, linears=linears, product=self.product, project=self.project
         )
         if on_gpu is not None:
             self.executors.insert(0, on_gpu)

@@ -25,14 +25,15 @@ def choose(
     parts: Parts,
     *,
     norm: RMSNorm,
+    head: Linear,
     linears: Collection[Linear],
     product: Choice,
     project: Callable[[Tensor], Tensor],
 ) -> tuple[OnGPU | None, Choice]:
     """Return the executor of the layers, None: not on a GPU, and what computes the matmuls.
 
-    norm: the last one, before the head; it uses the executor's kernel. linears: all linear layers. project: see
-    Decoder.project.
+    norm: the last one, before the head; it uses the executor's kernel. linears: all linear layers, with the head.
+    project: see Decoder.project.
     """
     device = norm.weight.device
     product = _scaled(linears, product, norm)
@@ -54,6 +55,7 @@ def choose(
         product = replace(product, note=f"torch computes all products: {found}")
     else:
         choices = found
+        on_gpu.choose_head(head)
     return OnGPU(*parts, choices), product
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -27,7 +27,7 @@ from ..kernels.matmul import (
 from ..kernels.structures import Gate, Multiplied
 from .gpu_weights import CodedRows, GPUProduct, GPUWeight, load
 from .rounding import rounded
-from .skinny import Tile, Uniform, multiply, uniform_tile
+from .skinny import Tile, Uniform, multiply
 
 # Rows for which torch reorders a weight: those of a decode step, where the order matters most.
 PACK_ROWS = 16
@@ -127,6 +127,7 @@ class Linear:
         self._reordered: Tensor | None = None  # torch's
         self._is_wide = False  # results in float32, on a GPU
         self._uniform: Uniform | None = None
+        self._few: Mapping[int, Tile | None] = {}  # by the largest number of rows, ascending
 
     def defer(self) -> None:
         """Free the memory of the weight until `allocate`."""
@@ -243,9 +244,8 @@ class Linear:
             out = self._packed(x)
         elif self._reordered is not None:
             out = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
-        elif self._uniform is not None:
-            dtype = torch.float32 if self._is_wide else None
-            out = multiply(x, self.weight, uniform_tile(self._uniform, len(x)), bias=self.bias, dtype=dtype)
+        elif (tile := self._tile(len(x))) is not None:
+            out = multiply(x, self.weight, tile, bias=self.bias, dtype=torch.float32 if self._is_wide else None)
         elif self._is_wide and self.bias is None:
             out = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         else:
@@ -259,6 +259,14 @@ class Linear:
         self._uniform = uniform
         if self.quantized is not None:
             self.quantized.unify()
+
+    def use_for_few(self, tiles: Mapping[int, Tile | None]) -> None:
+        """Let our kernel compute products on a GPU with few rows: by their largest number, ascending; None: torch."""
+        self._few = tiles
+
+    def _tile(self, rows: int) -> Tile | None:
+        tiles = self._few if self._uniform is None else self._uniform
+        return next((tile for most, tile in tiles.items() if rows <= most), None)
 
     @property
     def uniform(self) -> Uniform | None:

@@ -8,7 +8,8 @@ where these kernels cannot be, and it is the tests' oracle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -27,10 +28,25 @@ from .family import BEFORE
 from .forward import Forward
 from .gpu_experts import RoutedExperts
 from .gpu_layers import add, add_norm, gated
+from .gpu_weights import relative
 from .layers import Gated, Linear
 from .norms import RMSNorm
 from .rope import Rotary
-from .skinny import CANDIDATES, MEASURED_BYTES, Choices, Tile, Tiles, fastest, is_measurable, seconds, tiles_of
+from .skinny import (
+    CANDIDATES,
+    MEASURED_BYTES,
+    Choices,
+    Tile,
+    Tiles,
+    Times,
+    candidates,
+    fastest,
+    fastest_pair,
+    is_measurable,
+    multiply,
+    seconds,
+    tiles_of,
+)
 from .spec import ModelSpec
 
 MAX_HIDDEN = 1 << 14  # numbers of a row that a program of `add_norm` holds in registers without spills
@@ -134,24 +150,51 @@ def choose(model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotarie
     if not are_plain or not is_measurable(embedding.weight.device):
         return {}
     parts = model, embedding, layers, rotaries
-    for rows, tiles in CANDIDATES.items():
-        for tile in tiles:
-            if reason := trial(*parts, {rows: Tiles(tile, tile, tile, tile)}):
+    tried: set[Tiles] = set()
+    for rows in reversed(CANDIDATES):  # the same tiles are tried with most rows
+        each = [candidates(part, rows, model.dtype) for part in Tiles._fields]
+        for tiles in map(Tiles._make, itertools.zip_longest(*each)):
+            if tiles not in tried and (reason := trial(*parts, {rows: tiles})):
                 return reason
+            tried.add(tiles)
     try:
-        return {
-            rows: Tiles(*(fastest(times) for times in measured(layers, rows, model.decoder.activation).values()))
-            for rows in CANDIDATES
-        }
+        return {rows: _fastest(measured(layers, rows, model.decoder.activation)) for rows in CANDIDATES}
     except RuntimeError as error:  # of a capture
         return f"products of few rows could not be measured: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def _fastest(times: Mapping[str, Times]) -> Tiles:
+    addition = times["addition"][None]
+    output, gate_up = fastest_pair(times["output"], times["gate_up"], addition)
+    down, qkv = fastest_pair(times["down"], times["qkv"], addition)
+    return Tiles(qkv, output, gate_up, down)
+
+
+def choose_head(head: Linear) -> None:
+    """Let our kernel compute the logits of few rows where it is faster than torch, after a trial."""
+    weight = head.weight
+    if not head.is_plain or not is_measurable(weight.device):
+        return
+    chosen: dict[int, Tile | None] = {}
+    with torch.inference_mode():
+        for rows in CANDIDATES:
+            x = torch.randn(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            want = head(x)
+            times: dict[Tile | None, float] = {None: seconds([partial(head, x)], weight.device)}
+            for tile in CANDIDATES[rows]:
+                product = partial(multiply, x, weight, tile, bias=head.bias, dtype=want.dtype)
+                if relative(product(), want) < MAX_ERROR[weight.dtype]:
+                    times[tile] = seconds([product], weight.device)
+            chosen[rows] = fastest(times)
+    head.use_for_few(chosen)
 
 
 @torch.inference_mode()
 def measured(layers: Sequence[Layer], rows: int, activation: str) -> dict[str, dict[Tile | None, float]]:
     """Return the seconds of each of a layer's products of `rows` rows, with each tile and by torch (None).
 
-    A product's time includes the norm and the gate. The residual is left out: torch's way adds it with the norm.
+    A product's time includes the norm and the gate. The residual is left out: torch's way adds it with the norm, or if
+    there is none before the next product, in an "addition".
     """
     first = layers[0].qkv.weight
     device, dtype = first.device, first.dtype
@@ -180,8 +223,10 @@ def measured(layers: Sequence[Layer], rows: int, activation: str) -> dict[str, d
 
         found[part] = {
             tile: seconds([partial(work, linear, norm, tile) for linear, norm in linears], device) / len(linears)
-            for tile in (None, *CANDIDATES[rows])
+            for tile in (None, *candidates(part, rows, dtype))
         }
+    x = torch.zeros(rows, layers[0].qkv.weight.shape[1], dtype=dtype, device=device)
+    found["addition"] = {None: seconds([partial(x.add_, x)] * len(layers), device) / len(layers)}
     return found
 
 

@@ -34,14 +34,25 @@ class Tile(NamedTuple):
     stages: int
     columns: int = 128  # in a step of a sum
     shared: int = 1  # tiles of tokens that are computed side by side for each tile of rows
+    parts: int = 1  # of each sum, which that many programs compute; only of products without a norm and a gate
 
 
-# By the largest number of rows of x. With fewer rows of the weight per program more programs read it at once.
+FEW = Tile(16, 32, 4, 4), Tile(16, 16, 2, 5), Tile(16, 16, 4, 4, columns=256)
+# By the largest number of rows of x, with which they are measured. With fewer rows of the weight per program more
+# programs read it at once.
 CANDIDATES = {
-    16: (Tile(16, 32, 4, 4), Tile(16, 16, 2, 5)),
+    1: FEW,
+    16: FEW,
     32: (Tile(32, 32, 8, 4), Tile(32, 64, 8, 3)),
     64: (Tile(64, 32, 4, 3), Tile(64, 64, 8, 3)),
 }
+# Further ones of products without a norm and a gate, whose weights often have too few rows for all multiprocessors.
+IN_PARTS = {
+    1: (Tile(16, 16, 4, 4, parts=4), Tile(16, 32, 4, 4, columns=256, parts=4)),
+    16: (Tile(16, 16, 4, 4, parts=4), Tile(16, 32, 4, 4, columns=256, parts=4)),
+    32: (Tile(32, 32, 8, 4, parts=4),),
+}
+MOST_TILES = 1 << 14  # of a product whose sums are in parts
 MOST_ROWS = max(CANDIDATES)
 REPLAYS = 3  # of a measurement; the shortest was disturbed least
 MEASURED_BYTES = 256 << 20  # of weights, so that none stays in the cache
@@ -110,17 +121,23 @@ def multiply(
     count, tiles = (tokens, -(-tokens // tile.tokens)) if routed is None else (routed.order.num_pairs, routed.tiles)
     out = x.new_empty(count, rows, dtype=dtype) if residual is None else residual
     gain, eps = (x, 0.0) if norm is None else norm
+    sums = arrived = x
+    if tile.parts > 1:
+        assert norm is None and not activation and routed is None
+        sums = torch.empty(tile.parts, tokens, rows, dtype=torch.float32, device=x.device)
+        arrived = _arrived(x.device)
+        assert -(-rows // tile.rows) * tiles <= MOST_TILES
     pairs, owners, places, fan = (x, x, x, 0) if routed is None else routed.arguments
     if not tokens:
         return out
     dependent = is_dependent(x.device)
     options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
-    launch(kernels.multiply, (-(-rows // tile.rows), tiles),
-        x, weight, gain, x if bias is None else bias, out, out, pairs, owners, places, eps,
+    launch(kernels.multiply, (-(-rows // tile.rows), tiles, tile.parts),
+        x, weight, gain, x if bias is None else bias, out, out, pairs, owners, places, sums, arrived, eps,
         tokens, rows, columns, x.stride(0), out.stride(0),
         NORM=norm is not None, BIAS=bias is not None, ADD=residual is not None, **gate_constants(activation, clamp),
         EVEN=columns % tile.columns == 0, TOKENS=tile.tokens, ROWS=tile.rows, COLUMNS=tile.columns,
-        STAGES=tile.stages, WIDEN=is_interpreted(), DEPENDENT=dependent, SHARED=tile.shared, FAN=fan,
+        STAGES=tile.stages, WIDEN=is_interpreted(), DEPENDENT=dependent, SHARED=tile.shared, FAN=fan, PARTS=tile.parts,
         num_warps=tile.warps, **options,
     )  # fmt: skip
     return out
@@ -145,10 +162,42 @@ def is_measurable(device: torch.device) -> bool:
     return device.type == "cuda" and not is_interpreted()
 
 
-def fastest(times: Mapping[Tile | None, float]) -> Tile | None:
-    """Return the tile that is faster than torch's product, whose time is that of None, or None."""
+Times = Mapping[Tile | None, float]  # of a product in seconds, with each tile and by torch (None)
+
+
+def fastest(times: Times) -> Tile | None:
+    """Return the tile that is faster than torch's product, or None."""
     best = min(times, key=lambda tile: times[tile])
     return best if times[best] * GAIN <= times[None] else None
+
+
+def fastest_pair(before: Times, after: Times, addition: float) -> tuple[Tile | None, Tile | None]:
+    """Return the tiles of two consecutive products, of which the second one has a norm before it.
+
+    `addition`: the time of adding a result of torch's to the residual stream, if our kernel does not do it with the
+    next norm.
+    """
+    costs = {
+        (first, second): before[first] + after[second] + (addition if first is None and second is not None else 0.0)
+        for first in before
+        for second in after
+    }
+    best = min(costs, key=lambda pair: costs[pair])
+    return best if costs[best] * GAIN <= costs[None, None] else (None, None)
+
+
+def candidates(part: str, rows: int, dtype: torch.dtype) -> list[Tile]:
+    """Return the tiles to be tried for a product of a layer, a field of Tiles, with this many rows."""
+    if part in ("output", "down"):
+        return [*CANDIDATES[rows], *IN_PARTS.get(rows, ())]
+    # x times the norm's weight is rounded before it is normalized, and float16 has no room for what that can be.
+    return [] if dtype == torch.float16 else [*CANDIDATES[rows]]
+
+
+@functools.cache
+def _arrived(device: torch.device) -> Tensor:
+    """Return the counters of parts, which all products use one after the other."""
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 @functools.cache

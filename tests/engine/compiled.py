@@ -26,7 +26,7 @@ from engine.models.decoder import Decoder
 from engine.models.family import BEFORE
 from engine.models.gpu_weights import ROUNDED, Form
 from engine.models.on_gpu import OnGPU
-from engine.models.skinny import CANDIDATES, UNIFORM, Choices, Tiles
+from engine.models.skinny import CANDIDATES, UNIFORM, Choices, Tiles, candidates
 from engine.models.spec import ModelSpec, read_spec
 from engine.runner.triton_logits import FIELDS, TritonLogits
 
@@ -161,7 +161,9 @@ def test_what_the_jobs_compile_is_what_an_engine_launches(name, mode, compiled):
             launching._run(job, CPU)
     assert {"attend", "rotate_store", "add_norm", "weigh", "pick", "collect"} <= set(compiled)
     compiled.clear()
-    tiles = {rows: Tiles(*(each[-1],) * 4) for rows, each in CANDIDATES.items()}
+    tiles = {
+        rows: Tiles(*(candidates(part, rows, torch.bfloat16)[-1] for part in Tiles._fields)) for rows in CANDIDATES
+    }
     has_few = mode == "products of few rows" and spec.decoder.norms == BEFORE  # see on_gpu.choose
     serve(spec, tiles if has_few else None, is_uniform=is_uniform)
     assert compiled == []

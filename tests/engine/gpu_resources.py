@@ -61,6 +61,7 @@ SIZES = {"Qwen3 0.6B": (1024, 3072), "Llama 8B": (4096, 14336), "Phi-3": (3072, 
 VOCABULARIES = {"Qwen3": 151936, "GPT-2": 50257}
 EXPERTS = {"Qwen3 30B": (2048, 128, 8), "gpt-oss": (2880, 32, 4)}  # hidden size, experts, and those of a token
 Arguments = tuple[dict[str, Any], dict[str, Any]]  # types and constants
+PARTED = {"sums_ptr": "*fp32", "arrived_ptr": "*i32"}
 ROUTED = {"pairs_ptr": "*i32", "owners_ptr": "*i32", "places_ptr": "*i64"}
 FUSED = (
     attention.attend,
@@ -143,9 +144,9 @@ def few(
     constants = {
         "NORM": norm, "BIAS": False, "ADD": add, "EVEN": True, "TOKENS": tile.tokens, "ROWS": tile.rows,
         "COLUMNS": tile.columns, "STAGES": tile.stages, "WIDEN": False, "DEPENDENT": dependent, "SHARED": tile.shared,
-        "FAN": fan, **few_rows.gate_constants(activation, None),
+        "FAN": fan, "PARTS": tile.parts, **few_rows.gate_constants(activation, None),
     }  # fmt: skip
-    return dict.fromkeys(pointers, "*" + NAMES[dtype]) | ROUTED | {"eps": "fp32"}, constants
+    return dict.fromkeys(pointers, "*" + NAMES[dtype]) | ROUTED | PARTED | {"eps": "fp32"}, constants
 
 
 def chosen(count: int, active: int) -> Arguments:
@@ -266,11 +267,16 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
             for look_up in (False, True):
                 arguments = dequantized(form, dtype, look_up=look_up)
                 yield f"{'lookup' if look_up else 'dequantize'} {label}", matmul.dequantize, arguments, 1
-    for size in itertools.chain(*few_rows.CANDIDATES.values()):
+    for size in dict.fromkeys(itertools.chain(*few_rows.IN_PARTS.values())):
+        found = few(size, torch.bfloat16, add=True, dependent=arch >= 90)
+        label = f"few {size.tokens} rows, tiles of {size.rows}, in {size.parts} parts bf16"
+        yield label, skinny.multiply, found, size.warps
+    for size in dict.fromkeys(itertools.chain(*few_rows.CANDIDATES.values())):
         for kind, norm, activation in (("norm", True, ""), ("gate", True, "silu"), ("residual", False, "")):
             options = {"norm": norm, "activation": activation, "add": not norm, "dependent": arch >= 90}
             found = few(size, torch.bfloat16, **options)
-            yield f"few {size.tokens} rows, tiles of {size.rows}, {kind} bf16", skinny.multiply, found, size.warps
+            label = f"few {size.tokens} rows, tiles of {size.rows} by {size.columns}, {kind} bf16"
+            yield label, skinny.multiply, found, size.warps
     for dtype, candidates in ((torch.bfloat16, few_rows.UNIFORM), (torch.float32, few_rows.UNIFORM_FLOAT32)):
         for size in itertools.chain(*(each.values() for each in candidates)):
             found = few(size, dtype, norm=False, dependent=arch >= 90)

@@ -17,17 +17,19 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from engine.kernels.gpu import skinny as skinny_kernels
-from engine.models import on_gpu
+from engine.models import layers, on_gpu, skinny
 from engine.models.executor import Eager
-from engine.models.layers import ACTIVATIONS
+from engine.models.layers import ACTIVATIONS, Linear
 from engine.models.on_gpu import OnGPU
-from engine.models.skinny import CANDIDATES, Tile, Tiles, fastest, multiply, tiles_of
+from engine.models.skinny import CANDIDATES, Tile, Tiles, fastest, fastest_pair, multiply, tiles_of
 from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, cache_of, inside, model_of, step
 from tests.engine.interpreter import prepare
 from tests.engine.recorder import Recorder
+from tests.engine.test_attention import CPU
 
 prepare()
 SMALL = Tile(16, 16, 2, 2)
+IN_PARTS = Tile(16, 16, 2, 2, columns=32, parts=3)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -82,6 +84,41 @@ def ordered(monkeypatch):
         return TensorHandle(total.data + product, total.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.mark.parametrize("parts, columns", [(2, 200), (4, 128), (4, 300)])
+def test_sums_in_parts_are_added_in_one_order_whichever_part_is_last(parts, columns, monkeypatch):
+    tile, whole = Tile(16, 16, 2, 2, columns=64, parts=parts), Tile(16, 16, 2, 2, columns=64)
+    x, weight, bias, residual = numbers(19, columns), numbers(40, columns), numbers(40), numbers(19, 40)
+    stream = inside(residual.clone())
+    for _ in range(2):  # the counters are left at zero
+        found = multiply(x, weight, tile, bias=bias)
+        torch.testing.assert_close(found, multiply(x, weight, whole, bias=bias), rtol=1e-5, atol=1e-5)
+    multiply(x, weight, tile, bias=bias, residual=stream)
+    torch.testing.assert_close(stream, residual + found, rtol=1e-5, atol=1e-5)
+    assert not skinny._arrived(x.device).any()
+
+
+def test_the_head_of_few_rows_is_computed_by_what_was_faster(monkeypatch):
+    head, times = Linear(50, 64, False, torch.float32, CPU), iter([3.0, 1.0, 1.0, 2.0])
+    head.weight.copy_(numbers(50, 64))
+    for module in (on_gpu, skinny):
+        monkeypatch.setattr(module, "CANDIDATES", {1: (SMALL,), 16: (SMALL,)})
+    monkeypatch.setattr(on_gpu, "is_measurable", lambda device: True)
+    monkeypatch.setattr(on_gpu, "seconds", lambda works, device: next(times))
+    on_gpu.choose_head(head)
+    used = []
+    monkeypatch.setattr(layers, "multiply", lambda x, *args, **more: used.append(len(x)) or multiply(x, *args, **more))
+    for rows in (1, 2, 16, 17):
+        x = numbers(rows, 64)
+        torch.testing.assert_close(head(x), x @ head.weight.T, rtol=1e-5, atol=1e-5)
+    assert used == [1]
+
+
+def test_float16_has_no_products_with_a_norm():
+    """Hidden states times the norm's weight can be larger than float16 can be."""
+    assert skinny.candidates("qkv", 1, torch.float16) == skinny.candidates("gate_up", 16, torch.float16) == []
+    assert skinny.candidates("down", 1, torch.float16) == skinny.candidates("down", 1, torch.bfloat16) != []
 
 
 @pytest.mark.usefixtures("ordered")
@@ -139,11 +176,14 @@ def test_each_product_can_be_torchs_or_ours(tmp_path, parts):
 
 
 def test_the_number_of_rows_and_the_measured_times_choose_the_tiles():
-    first, second = CANDIDATES[16]
+    first, second, *_ = CANDIDATES[16]
     choices = {16: Tiles(qkv=first), 64: Tiles(qkv=second)}
     assert [tiles_of(choices, rows).qkv for rows in (1, 16, 17, 64, 65)] == [first, first, second, second, None]
     assert fastest({None: 10.0, first: 9.0, second: 8.0}) == second
     assert fastest({None: 10.0, first: 9.9}) is None  # within the noise
+    assert fastest_pair({None: 5.0}, {None: 3.0, first: 2.5}, addition=1.0) == (None, None)
+    assert fastest_pair({None: 5.0}, {None: 3.0, first: 1.5}, addition=1.0) == (None, first)
+    assert fastest_pair({None: 5.0, second: 4.9}, {None: 3.0, first: 2.5}, addition=1.0) == (second, first)
 
 
 @pytest.fixture
@@ -151,8 +191,16 @@ def measurable(monkeypatch):
     """Let products be chosen as on a GPU, by these times."""
     times = {None: 2.0, SMALL: 1.0}
     monkeypatch.setattr(on_gpu, "is_measurable", lambda device: True)
-    monkeypatch.setattr(on_gpu, "CANDIDATES", {16: (SMALL,)})
-    monkeypatch.setattr(on_gpu, "measured", lambda *_: {**dict.fromkeys(Tiles._fields, times), "down": {None: 1.0}})
+    monkeypatch.setattr(on_gpu, "choose_head", lambda head: None)
+    only_small(monkeypatch)
+    found = {**dict.fromkeys(Tiles._fields, times), "down": {None: 1.0}, "addition": {None: 0.5}}
+    monkeypatch.setattr(on_gpu, "measured", lambda *_: found)
+
+
+def only_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (on_gpu, skinny):
+        monkeypatch.setattr(module, "CANDIDATES", {16: (SMALL,)})
+    monkeypatch.setattr(skinny, "IN_PARTS", {16: (IN_PARTS,)})
 
 
 @pytest.mark.usefixtures("measurable")
@@ -198,7 +246,10 @@ def test_each_product_is_measured_with_every_tile_on_weights_of_several_layers(t
         return float(len(counts))
 
     monkeypatch.setattr(on_gpu, "seconds", seconds)
-    monkeypatch.setattr(on_gpu, "CANDIDATES", {16: (SMALL,)})
+    only_small(monkeypatch)
     found = on_gpu.measured(model.layers, 16, "silu")
-    assert list(found) == list(Tiles._fields) and all(list(times) == [None, SMALL] for times in found.values())
-    assert counts == [len(model.layers)] * 8
+    assert {part: list(times) for part, times in found.items()} == {
+        "qkv": [None, SMALL], "output": [None, SMALL, IN_PARTS], "gate_up": [None, SMALL],
+        "down": [None, SMALL, IN_PARTS], "addition": [None],
+    }  # fmt: skip
+    assert counts == [len(model.layers)] * 11

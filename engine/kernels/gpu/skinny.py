@@ -16,22 +16,40 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import activations
 
+LINE = tl.constexpr(64)  # numbers of 16 bits in a line of the cache
+# Of each row of the weight, that are read before the kernel before has ended; with a norm the registers are needed.
+LINES = tl.constexpr(8)
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Bring lines to the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
 
 @triton.jit(do_not_specialize=["tokens"])
 def multiply(
-    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, pairs_ptr, owners_ptr, places_ptr, eps,
+    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, pairs_ptr, owners_ptr, places_ptr,
+    sums_ptr, arrived_ptr, eps,
     tokens, rows, columns, x_token, out_token,
     NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, EVEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, WIDEN: tl.constexpr, DEPENDENT: tl.constexpr, SHARED: tl.constexpr, FAN: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write x @ weight.T to out [tokens, rows], rounded once. The grid is (tiles of rows, tiles of tokens).
+    """Write x @ weight.T to out [tokens, rows], rounded once. The grid is (tiles of rows, tiles of tokens, PARTS).
 
     x: [tokens, columns]. weight: [rows, columns], contiguous. With NORM x is the RMSNorm of x, with weight norm
     [columns]. BIAS adds bias [rows]; ADD adds residual, which has the shape and strides of out and may be out. With an
     ACTIVATION the weight has 2 * rows rows, the gate's first, and the result is activation(gate) * up. EVEN: COLUMNS
     divides the columns. DEPENDENT: the kernel was launched before the one before it has ended. SHARED: the number of
     tiles of tokens that are computed side by side for each tile of rows, so that many of both stay in the cache.
+
+    With PARTS above 1 a program sums up as many consecutive columns, and the last one of a tile to arrive adds up all
+    parts in their order; there is neither a norm nor an activation. sums: [PARTS, tokens, rows] float32. arrived: an
+    int32 per tile, zero before and after.
 
     With FAN the product is that of routed pairs: result `pair` is row pair // FAN of x times the weight of the tile's
     owner. pairs and owners: see experts.arrange. places: [owners, 2] int64, where an owner's weight and bias are,
@@ -47,15 +65,22 @@ def multiply(
     m = token_tile * TOKENS + tl.arange(0, TOKENS)
     k = tl.arange(0, COLUMNS)
     is_row, is_token = n < rows, m < tokens
+    begin = 0
+    end = columns
+    if PARTS > 1:
+        share = tl.cdiv(tl.cdiv(columns, PARTS), COLUMNS) * COLUMNS
+        begin = tl.program_id(2) * share
+        end = tl.minimum(begin + share, columns)
     if DEPENDENT:
         # The next kernel may be launched now; it waits until this one has ended, before it reads any result. The
         # weight is no result: its first columns come to the cache while this kernel waits.
         gdc_launch_dependents()
         if not FAN:  # then it is not known yet which weight it is
-            line = weight_ptr + tl.minimum(n, rows - 1).to(tl.int64) * columns
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
-            )
+            ahead = weight_ptr + tl.minimum(n, rows - 1).to(tl.int64) * columns + begin
+            if NORM:
+                _prefetch(ahead)
+            else:
+                _prefetch(ahead[:, None] + tl.minimum(LINE * tl.arange(0, LINES), columns - 1 - begin)[None, :])
         gdc_wait()
     source = m
     if FAN:
@@ -72,7 +97,7 @@ def multiply(
     total = tl.zeros([TOKENS, ROWS], tl.float32)
     up_total = tl.zeros([TOKENS, ROWS], tl.float32)
     squares = tl.zeros([TOKENS], tl.float32)
-    for column in tl.range(0, columns, COLUMNS, num_stages=STAGES):
+    for column in tl.range(begin, end, COLUMNS, num_stages=STAGES):
         if EVEN:
             x = tl.load(x_at + column, mask=is_token[:, None], other=0.0).to(WIDE)
             weight = tl.load(weight_at + column, mask=is_row[None, :], other=0.0).to(WIDE)
@@ -81,13 +106,19 @@ def multiply(
             x = tl.load(x_at + column, mask=is_token[:, None] & left[None, :], other=0.0).to(WIDE)
             weight = tl.load(weight_at + column, mask=is_row[None, :] & left[:, None], other=0.0).to(WIDE)
         if NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
+            # Loaded once more, so that x goes to the matrix units as they need it: the squares need another order. So
+            # does the gain, as a matrix.
+            gain_at = norm_ptr + column + k[None, :] + 0 * m[:, None]
             if EVEN:
-                gain = tl.load(norm_ptr + column + k).to(tl.float32)
+                again = tl.load(x_at + column, mask=is_token[:, None], other=0.0, eviction_policy="evict_last")
+                gain = tl.load(gain_at)
             else:
-                gain = tl.load(norm_ptr + column + k, mask=left, other=0.0).to(tl.float32)
-            x = (wide * gain[None, :]).to(DTYPE).to(WIDE)
+                is_number = is_token[:, None] & left[None, :]
+                again = tl.load(x_at + column, mask=is_number, other=0.0, eviction_policy="evict_last")
+                gain = tl.load(gain_at, mask=left[None, :], other=0.0)
+            again = again.to(tl.float32)
+            squares += tl.sum(again * again, 1)
+            x = (x.to(tl.float32) * gain.to(tl.float32)).to(DTYPE).to(WIDE)
         total = tl.dot(x, weight, total, input_precision="ieee")
         if ACTIVATION != "":
             if EVEN:
@@ -99,13 +130,26 @@ def multiply(
         factor = (1.0 / tl.sqrt(squares / columns + eps))[:, None]
         total *= factor
         up_total *= factor
+    is_in = is_token[:, None] & is_row[None, :]
+    if PARTS > 1:
+        sum_at = sums_ptr + m.to(tl.int64)[:, None] * rows + n[None, :]
+        tl.store(sum_at + tl.program_id(2).to(tl.int64) * tokens * rows, total, mask=is_in)
+        tl.debug_barrier()  # all threads have stored before one of them counts the part
+        counter = arrived_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") < PARTS - 1:
+            return
+        tl.store(counter, 0)
+        total = tl.zeros([TOKENS, ROWS], tl.float32)
+        for _ in range(0, PARTS):
+            # Past the first-level cache, which other programs' stores do not reach.
+            total += tl.load(sum_at, mask=is_in, other=0.0, cache_modifier=".cg")
+            sum_at += tokens.to(tl.int64) * rows
     if BIAS:
         total += tl.load(bias_ptr + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
         if ACTIVATION != "":
             up_total += tl.load(bias_ptr + rows + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION != "":
         total = activations.gated(total, up_total, ACTIVATION, LIMIT, ALPHA)
-    is_in = is_token[:, None] & is_row[None, :]
     at = m.to(tl.int64)[:, None] * out_token + n[None, :]
     if ADD:
         total += tl.load(residual_ptr + at, mask=is_in, other=0.0).to(tl.float32)
