@@ -28,7 +28,7 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--seconds", "120"]
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(
-        [*command, "--out", tmp_path], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [*command, "--out", tmp_path], env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())["results"]
@@ -38,6 +38,7 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
         "sampling",
         "quantized",
         "tiny",
+        "tiny mixture",
         "start",
         "invariance",
         "tiny, torch's attention",
@@ -62,7 +63,7 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
         assert (found["tokens"], found["tokens_differing"], found["logprobs_differing"]) == (24, 0, 0)
     assert by_name["invariance", "graphs, alone, beside eager"]["logprobs_differing"] == 0
     assert by_name["invariance", "times of the default, with --batch-invariant"]["decode 4"] > 0
-    for part in ("tiny", "tiny, torch's attention"):
+    for part in ("tiny", "tiny mixture", "tiny, torch's attention"):
         assert by_name[part, "graphs"] == {"part": part, "measurement": "graphs", "skipped": "CUDA graphs need a GPU"}
         assert by_name[part, "decode 4 sampled"]["tokens_per_s"] > 0
         assert by_name[part, "8 requests"]["is_whole"]

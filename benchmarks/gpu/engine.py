@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     args = parser.parse_args()
     end = time.perf_counter() + args.seconds
-    is_tiny, is_fp8 = args.shape == "tiny", args.quantization == "fp8"
+    is_tiny, is_fp8 = args.shape.startswith("tiny"), args.quantization == "fp8"
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
             model=str(shapes.write(args.shape, Path(folder), fp8=is_fp8)),

@@ -37,6 +37,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": False,
     },
+    "30B-A3B": {
+        **QWEN3,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         **QWEN3,
         "hidden_size": 64,
@@ -49,6 +64,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     },
+}
+SHAPES["tiny mixture"] = {
+    **SHAPES["tiny"],
+    **{name: SHAPES["30B-A3B"][name] for name in ("architectures", "model_type", "norm_topk_prob")},
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
 }
 
 

@@ -267,8 +267,7 @@ class Runner:
         The first request then runs warm code, and on a GPU a lack of memory shows now. To be called before the first
         batch, since it overwrites the first blocks; nothing else of it remains.
         """
-        block_size, budget = self.config.block_size, self.config.max_batched_tokens or 1
-        groups = self.cache.num_groups
+        block_size, budget, groups = self.config.block_size, self.config.max_batched_tokens or 1, self.cache.num_groups
         seqs = min(self.config.max_seqs or 1, self.num_blocks)
         chunk = min(budget, self.config.max_len or 1, self.num_blocks * block_size)
         if self.device.type == "cpu":
