@@ -7,6 +7,7 @@
 #include "structures.h"
 #include "pages.h"
 #include "work.h"
+#include "experts.h"
 
 namespace {
 
@@ -223,8 +224,12 @@ int32_t compute(const Stack& s) {
     failed |= s.attend(&call, s.line, nullptr, nullptr, s.caches[i], s.seen, nullptr, s.threads);
     failed |= layer.output.apply(s.seen, s.x, s.x, s.tokens, s.threads);
     norm(layer.mlp_norm);
-    failed |= layer.gate_up.apply(s.normed, nullptr, s.inner, s.tokens, s.threads);
-    failed |= layer.down.apply(s.inner, s.x, s.x, s.tokens, s.threads);
+    if (layer.experts) {
+      failed |= Mix<Number>{*layer.experts, (const Number*)s.normed, (Number*)s.x, s.tokens, s.hidden, s.threads}.compute();
+    } else {
+      failed |= layer.gate_up.apply(s.normed, nullptr, s.inner, s.tokens, s.threads);
+      failed |= layer.down.apply(s.inner, s.x, s.x, s.tokens, s.threads);
+    }
     if (failed) return 1;
   }
   return 0;
@@ -277,6 +282,16 @@ EXPORT void NAMED(gates_float32)(const Gate* how, const float* x, float* y, int6
 EXPORT void NAMED(gates_bfloat16)(const Gate* how, const uint16_t* x, uint16_t* y, int64_t rows, int64_t inner,
                                   int32_t threads) {
   Gates<uint16_t>{*how, x, y, rows, inner}.compute(threads);
+}
+
+// x += the mixture of experts of `normed`, both [tokens, hidden]. Returns 0, or 1 if out of memory.
+EXPORT int32_t NAMED(experts_float32)(const Mixture* m, const float* normed, float* x, int64_t tokens, int64_t hidden,
+                                      int32_t threads) {
+  return Mix<float>{*m, normed, x, tokens, hidden, threads}.compute();
+}
+EXPORT int32_t NAMED(experts_bfloat16)(const Mixture* m, const uint16_t* normed, uint16_t* x, int64_t tokens,
+                                       int64_t hidden, int32_t threads) {
+  return Mix<uint16_t>{*m, normed, x, tokens, hidden, threads}.compute();
 }
 
 // Returns 0, 1 if out of memory, or 2 if a position has no angles. Each is named like the `attend` that it calls.

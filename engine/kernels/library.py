@@ -112,6 +112,9 @@ class Kernels:
         self.gates = {dtype: own(f"gates_{name}") for dtype, name in DTYPES.items()}
         for function in self.gates.values():
             function.argtypes, function.restype = [pointer, pointer, pointer, long, long, integer], None
+        self.experts = {dtype: own(f"experts_{name}") for dtype, name in DTYPES.items()}
+        for function in self.experts.values():
+            function.argtypes = [pointer, pointer, pointer, long, long, integer]
         # By the model's dtype and the cache's.
         self.layers = {(dtype, cache): own(f"layers_{name}") for dtype, cache, name in cache_dtypes()}
         for function in self.layers.values():

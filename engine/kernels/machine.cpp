@@ -37,8 +37,8 @@ EXPORT int32_t pequod_features() {
 
 // In the order of STRUCTURES in structures.py.
 EXPORT const int64_t pequod_sizes[] = {sizeof(Matrix),     sizeof(WeightPart), sizeof(Progress), sizeof(PlainWeight),
-                                       sizeof(Multiplied), sizeof(Joined),     sizeof(Call),     sizeof(Layer),
-                                       sizeof(Stack)};
+                                       sizeof(Multiplied), sizeof(Joined),     sizeof(Call),     sizeof(Mixture),
+                                       sizeof(Layer),      sizeof(Stack)};
 
 // -- memory -----------------------------------------------------------------------------------------------------------
 
@@ -48,8 +48,7 @@ struct Buffer {
   ~Buffer() { free(memory); }
 };
 
-void* scratch(int64_t num_bytes) {
-  static thread_local Buffer buffer;
+static void* grown(Buffer& buffer, int64_t num_bytes) {
   if (buffer.size < num_bytes) {
     free(buffer.memory);
     buffer.size = (num_bytes + 4095) / 4096 * 4096;
@@ -57,6 +56,16 @@ void* scratch(int64_t num_bytes) {
     if (!buffer.memory) buffer.size = 0;
   }
   return buffer.memory;
+}
+
+void* scratch(int64_t num_bytes) {
+  static thread_local Buffer buffer;
+  return grown(buffer, num_bytes);
+}
+
+void* room(int64_t num_bytes) {
+  static thread_local Buffer buffer;
+  return grown(buffer, num_bytes);
 }
 
 // -- time -------------------------------------------------------------------------------------------------------------

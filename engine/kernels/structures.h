@@ -82,9 +82,22 @@ struct Joined {
   int64_t count;
 };
 
+// A mixture of experts.
+struct Mixture {
+  const Multiplied *gate_ups, *downs;      // of each expert
+  Multiplied router;                       // its results are float32
+  Multiplied shared_gate_up, shared_down;  // of an MLP for all tokens, if `shared` is not 0
+  const float* correction;                 // [count], added to sigmoids when experts are chosen; or null
+  int64_t count, active;                   // experts, and those of a token
+  int64_t inner, shared;                   // inner sizes of an expert, and of the MLP
+  int32_t sigmoid, normalized;  // weights are sigmoids, else a softmax over all experts; a token's add up to 1
+  float scale;                  // of the weights
+};
+
 // A layer of a decoder.
 struct Layer {
-  Multiplied qkv, output, gate_up, down;
+  Multiplied qkv, output, gate_up, down;  // the last two: of a layer without experts
+  const Mixture* experts;                 // or null
   const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
   int64_t call;                                             // index into the step's calls
   int64_t turn;                                             // index into the step's angles; -1: no rotary embedding

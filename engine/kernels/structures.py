@@ -109,6 +109,26 @@ class Joined(ctypes.Structure):
     _fields_ = [("parts", ctypes.c_void_p), ("offsets", ctypes.c_void_p), ("count", ctypes.c_int64)]
 
 
+class Mixture(ctypes.Structure):
+    """A mixture of experts."""
+
+    _fields_ = [
+        ("gate_ups", ctypes.c_void_p),
+        ("downs", ctypes.c_void_p),
+        ("router", Multiplied),
+        ("shared_gate_up", Multiplied),
+        ("shared_down", Multiplied),
+        ("correction", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("active", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("shared", ctypes.c_int64),
+        ("sigmoid", ctypes.c_int32),
+        ("normalized", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+    ]
+
+
 class Layer(ctypes.Structure):
     """A layer of a decoder."""
 
@@ -117,6 +137,7 @@ class Layer(ctypes.Structure):
         ("output", Multiplied),
         ("gate_up", Multiplied),
         ("down", Multiplied),
+        ("experts", ctypes.c_void_p),
         ("attention_norm", ctypes.c_void_p),
         ("mlp_norm", ctypes.c_void_p),
         ("q_norm", ctypes.c_void_p),
@@ -155,7 +176,7 @@ class Stack(ctypes.Structure):
 
 
 # In the order of `pequod_sizes` in machine.cpp.
-STRUCTURES = (Matrix, WeightPart, Progress, PlainWeight, Multiplied, Joined, Call, Layer, Stack)
+STRUCTURES = (Matrix, WeightPart, Progress, PlainWeight, Multiplied, Joined, Call, Mixture, Layer, Stack)
 
 
 def check(library: ctypes.CDLL) -> None:

@@ -21,6 +21,9 @@ struct alignas(64) Parts {  // a cache line of its own
 // This thread's scratch memory, which the next call reuses; null if the allocation fails.
 void* scratch(int64_t num_bytes);
 
+// The same for work that calls kernels, which use the scratch memory.
+void* room(int64_t num_bytes);
+
 // Time spent in kernels, by kind, measured on the calling thread from entry to return.
 enum KernelKind { MATMUL, ATTENTION, OTHER, KINDS };
 int64_t now();  // nanoseconds

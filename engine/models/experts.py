@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
+from ..kernels.structures import Mixture, Multiplied
 from .family import NormKind
 from .layers import Clamp, Gated, InFile, Linear, Quantization
 from .norms import make_norm
@@ -58,7 +60,8 @@ class Experts:
     """residual + the sum of weight * expert(x) over a token's experts, + the MLP of all tokens; both are scaled.
 
     The products are computed for all tokens of an expert at once. Each token's results are then added in the order of
-    its weights, in float32, so they do not depend on the other tokens.
+    its weights, in float32, so they do not depend on the other tokens. On a CPU one call of our kernels (experts.h)
+    computes all of it, if they have all parts.
     """
 
     def __init__(
@@ -77,6 +80,9 @@ class Experts:
         # What the weights of a token's experts are multiplied by in the end
         self.scales = torch.empty(spec.count, dtype=dtype, device=device) if spec.is_beside else None
         self._kernels: Kernels | None = None
+        self._hidden = hidden
+        self._mixture: Mixture | None = None
+        self._matmuls: ctypes.Array[Multiplied] | None = None  # to which it points
         self.shared: tuple[Gated, Linear] | None = None
         if spec.shared:
             gate_up = Gated(spec.shared, hidden, False, dtype, device, activation=activation)
@@ -86,6 +92,9 @@ class Experts:
 
     def __call__(self, x: Tensor, residual: Tensor, routed: Tensor | None = None) -> Tensor:
         """Return [tokens, hidden] for x: [tokens, hidden]; `routed`: what the router sees in place of x."""
+        mixture = self.mixture() if routed is None else None
+        if mixture is not None:
+            return self._mixed(mixture, x, residual)
         weights, chosen = self.route(x if routed is None else routed)
         active = self.spec.active
         order = chosen.flatten().argsort(stable=True)  # the places of each expert's tokens
@@ -103,6 +112,50 @@ class Experts:
         for result, weight in zip(results.view(len(x), active, -1).unbind(1), weights.unbind(1), strict=True):
             total = total + result * weight.unsqueeze(1)
         return total.to(x.dtype)
+
+    def _mixed(self, mixture: Mixture, x: Tensor, residual: Tensor) -> Tensor:
+        """Return the result of our CPU kernel."""
+        assert self._kernels is not None
+        x, total = x.contiguous(), residual.clone(memory_format=torch.contiguous_format)
+        if x.shape != total.shape or x.dtype != total.dtype or x.dim() != 2 or x.shape[1] != self._hidden:
+            raise ValueError(f"experts of {tuple(x.shape)} of {x.dtype} for {tuple(total.shape)} of {total.dtype}")
+        pointers = ctypes.addressof(mixture), x.data_ptr(), total.data_ptr()
+        if self._kernels.experts[x.dtype](*pointers, *x.shape, torch.get_num_threads()):
+            raise MemoryError("no memory for the experts' results")
+        return total
+
+    def mixture(self) -> Mixture | None:
+        """Return the experts for our CPU kernels, valid while this object exists, or None: a part has no kernel. All
+        weights must have been packed."""
+        if self._mixture is None and self._kernels is not None and self.scales is None:
+            self._mixture = self._described()
+        return self._mixture
+
+    def _described(self) -> Mixture | None:
+        spec, sigmoids = self.spec, self.spec.sigmoids
+        linears = [self.router, *(self.shared or ()), *self.gate_ups, *self.downs]
+        found = [matmul for linear in linears if (matmul := linear.multiplied()) is not None]
+        if len(found) < len(linears) or (sigmoids is not None and sigmoids.groups > 1):
+            return None
+        router, *rest = found
+        shared = [rest.pop(0), rest.pop(0)] if self.shared is not None else [Multiplied(), Multiplied()]
+        self._matmuls = (Multiplied * len(rest))(*rest)
+        address = ctypes.addressof(self._matmuls)
+        correction = None if self.correction is None else self.correction.data_ptr()
+        return Mixture(
+            address,
+            address + spec.count * ctypes.sizeof(Multiplied),
+            router,
+            *shared,
+            correction,
+            spec.count,
+            spec.active,
+            spec.inner,
+            spec.shared,
+            sigmoids is not None,
+            spec.is_normalized,
+            1.0 if sigmoids is None else sigmoids.scale,
+        )
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights of each token's experts, largest first, and their numbers: [tokens, active]."""

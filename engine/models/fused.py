@@ -35,7 +35,7 @@ class Fused:
         layers: Sequence[Layer],
         rotaries: Sequence[Rotary],
         *,
-        matmuls: list[Multiplied],  # for each layer: QKV, output, gate and up, down
+        matmuls: list[list[Multiplied]],  # of each layer: QKV, output, and without experts gate and up, down
     ) -> None:
         assert model.decoder is not None
         self._dtype, spec, shape = model.dtype, model.decoder, model.decoder.shapes[0]
@@ -46,10 +46,13 @@ class Fused:
         kind_of = list(zip(model.layers, model.groups.of_layer, strict=True))
         kinds = list(dict.fromkeys(kind_of))
         self._kinds = [kind_of.index(kind) for kind in kinds]
+        mixtures = [None if layer.experts is None else layer.experts.mixture() for layer in layers]
         self._layers = (structures.Layer * len(layers))(
             *(
                 structures.Layer(
-                    *matmuls[4 * index : 4 * index + 4],
+                    *matmuls[index],
+                    *[Multiplied()] * (4 - len(matmuls[index])),
+                    None if mixture is None else ctypes.addressof(mixture),
                     *(
                         None if norm is None else norm.weight.data_ptr()
                         for norm in (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
@@ -57,7 +60,7 @@ class Fused:
                     kinds.index(kind_of[index]),
                     layer.turn,
                 )
-                for index, layer in enumerate(layers)
+                for index, (layer, mixture) in enumerate(zip(layers, mixtures, strict=True))
             )
         )
         self._compute = {cache: call for (dtype, cache), call in kernels.layers.items() if dtype == self._dtype}
@@ -89,12 +92,16 @@ class Fused:
     ) -> Fused | None:
         """Return the executor of these layers, or None if there is no kernel for some part of them."""
         assert model.decoder is not None
-        if model.decoder.difference or any(layer.experts is not None for layer in layers):
+        if kernels is None or model.decoder.difference:
             return None
-        parts = [part for layer in layers for part in layer.linears]
-        matmuls = [matmul for part in parts if (matmul := part.multiplied()) is not None]
-        if kernels is None or len(matmuls) < len(parts):
+        if any(layer.experts is not None and layer.experts.mixture() is None for layer in layers):
             return None
+        matmuls = []
+        for layer in layers:
+            found = [matmul for part in layer.linears if (matmul := part.multiplied()) is not None]
+            if len(found) < len(layer.linears):
+                return None
+            matmuls.append(found)
         return cls(kernels, model, embedding, layers, rotaries, matmuls=matmuls)
 
     def takes(self, forward: Forward) -> bool:

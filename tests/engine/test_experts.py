@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from engine.models.decoder import Decoder
 from engine.models.executor import Eager
 from engine.models.experts import Experts, ExpertsSpec, Sigmoids
 from engine.models.families import FAMILIES
+from engine.models.fused import Fused
 from engine.models.layers import Clamp, Gated, Linear
 from engine.models.spec import read_spec
 from tests.engine.test_models import CPU, Bench, prompt
@@ -104,9 +106,94 @@ def test_layers_without_experts_have_an_mlp(tmp_path):
     assert [layer.experts is None for layer in model.layers] == [True, False, True]
 
 
-def test_on_a_cpu_only_the_executor_that_runs_layer_by_layer_takes_experts(tmp_path):
-    model = load(make("mixtral", tmp_path))
-    assert [type(executor) for executor in model.executors] == [Eager]
+@pytest.mark.parametrize(
+    ("name", "executors"),
+    [("mixtral", [Fused, Eager]), ("qwen3_moe-sparse", [Fused, Eager]), ("gpt_oss", [Eager])],
+)
+def test_one_call_of_our_kernels_computes_the_layers_if_they_are_otherwise_those_of_llama(tmp_path, name, executors):
+    if choose("auto", CPU, torch.float32).kernels is None:
+        pytest.skip("no kernels here")
+    model = load(make(name, tmp_path))
+    assert [type(executor) for executor in model.executors] == executors
+    assert all(layer.experts is None or layer.experts.mixture() is not None for layer in model.layers)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "softmax that is not normalized": {"is_normalized": False},
+    "one expert per token": {"active": 1},
+    "all experts": {"active": 5},
+    "biases and a clamp": {"has_bias": True, "clamp": Clamp(0.5, 1.7)},
+    "sigmoids": {"sigmoids": Sigmoids(1, 1, 2.5)},
+    "scaled results and a shared MLP": {"scale": 0.25, "shared": 32},
+}
+
+
+def packed(dtype: torch.dtype, hidden: int, **changes: Any) -> Experts:
+    """Return experts with random weights, packed for our kernels."""
+    kernels = choose("auto", CPU, dtype).kernels
+    if kernels is None:
+        pytest.skip("no kernels here")
+    sizes: dict[str, Any] = {"count": 5, "active": 2, "inner": 24, "is_normalized": True, "dense": frozenset()}
+    spec = ExpertsSpec(**{**sizes, "names": ("gate", "{}.gate", "{}.up", "{}.down"), **changes})
+    draw = torch.Generator().manual_seed(hidden)
+    experts = Experts(hidden, spec, dtype, CPU, activation="silu")
+    for linear in [experts.router, *experts.gate_ups, *experts.downs, *(experts.shared or ())]:
+        linear.weight.normal_(0, 0.3, generator=draw)
+        if linear.bias is not None:
+            linear.bias.normal_(0, 0.3, generator=draw)
+    if experts.correction is not None:
+        experts.correction.normal_(0, 0.3, generator=draw)
+    experts.pack(kernels, None, None, {})
+    return experts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_our_kernel_computes_what_is_computed_expert_by_expert(kind, dtype, tolerance, monkeypatch):
+    experts, hidden = packed(dtype, 40, **KINDS[kind]), 40
+    assert experts.mixture() is not None
+    draw = torch.Generator().manual_seed(1)
+    for tokens in (1, 2, 23, 70):
+        x, residual = (torch.randn(tokens, hidden, generator=draw).to(dtype) for _ in range(2))
+        before = residual.clone()
+        found = experts(x, residual)
+        assert torch.equal(residual, before) and found.dtype == dtype
+        with monkeypatch.context() as patch:
+            patch.setattr(experts, "mixture", lambda: None)
+            want = experts(x, residual)
+        torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance)
+
+
+def test_a_token_has_the_same_bits_among_any_others_in_our_kernel():
+    experts = packed(torch.bfloat16, 72, count=20, active=4, sigmoids=Sigmoids(1, 1, 2.5), shared=32)
+    x = torch.randn(90, 72, generator=torch.Generator().manual_seed(2)).bfloat16()
+    whole = experts(x, x)
+    for first, last in ((0, 1), (89, 90), (7, 40), (1, 90)):
+        assert torch.equal(experts(x[first:last], x[first:last]), whole[first:last])
+    spoiled = x.clone()
+    spoiled[3] = torch.nan
+    beside = experts(spoiled, spoiled)
+    assert beside[3].isnan().all() and torch.equal(beside[4:], whole[4:])
+
+
+def test_the_first_of_equal_experts_is_chosen_by_our_kernel():
+    experts = packed(torch.float32, 8, active=2)
+    kernels = choose("auto", CPU, torch.float32).kernels
+    experts.router.weight = torch.ones(5, 8)
+    experts.router.pack(kernels, wide=True)
+    ones, zeros = torch.ones(1, 8), torch.zeros(1, 8)
+    found = experts(ones, zeros)
+    want = [each(gate_up(ones)) for gate_up, each in zip(experts.gate_ups[:2], experts.downs[:2], strict=True)]
+    torch.testing.assert_close(found, (want[0] + want[1]) / 2)
+
+
+def test_groups_and_shapes_that_our_kernel_does_not_take():
+    experts = packed(torch.float32, 40, count=6, sigmoids=Sigmoids(3, 2, 1.0))
+    assert experts.mixture() is None and experts(torch.ones(2, 40), torch.ones(2, 40)).shape == (2, 40)
+    experts = packed(torch.float32, 40)
+    with pytest.raises(ValueError, match=r"experts of \(2, 39\) of torch.float32 for \(2, 40\)"):
+        experts(torch.ones(2, 39), torch.ones(2, 40))
 
 
 def test_a_checkpoint_without_an_expert_is_refused(tmp_path):
