@@ -70,11 +70,23 @@ async def test_streamed_arguments_come_piece_by_piece(folder):
     seen = chunks((await ask(folder, CHAT, body, FakeEngine(saying(CALL)))).text)
     pieces = [call for chunk in seen for c in chunk["choices"] for call in c["delta"].get("tool_calls", ())]
     assert [piece["index"] for piece in pieces] == [0] * len(pieces)
-    assert pieces[0]["function"] == {"name": "weather", "arguments": ""}
+    assert pieces[0]["function"]["name"] == "weather"
     assert [key for piece in pieces[1:] for key in piece] == ["index", "function"] * (len(pieces) - 1)
     assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"place": "Nantucket"}'
     assert len(pieces) > 4
     assert seen[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_a_chunk_has_one_entry_of_one_call_however_many_tokens_come_together(folder):
+    body = {"messages": QUESTION, "tools": [WEATHER, CLOCK], "stream": True}
+    engine = FakeEngine(saying(f"{CALL}\n{SECOND}"), per_delta=1000)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks((await ask(folder, CHAT, body, engine)).text)]
+    first, second = (entries for delta in deltas if (entries := delta.get("tool_calls")))
+    assert [(entry["index"], entry["function"]) for entry in first] == [
+        (0, {"name": "weather", "arguments": '{"place": "Nantucket"}'})
+    ]
+    assert [(entry["index"], entry["function"]) for entry in second] == [(1, {"name": "clock", "arguments": "{}"})]
+    assert all(entry["id"].startswith("call_") for entry in first + second)
 
 
 async def test_a_call_that_was_cut_off_ends_by_length(folder):
