@@ -71,7 +71,8 @@ class ApiError(Exception):
         headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, self.retry_after))
-        state = scope.get("state", {})
+        state = scope.setdefault("state", {})
+        state["refusal"] = self  # for the log
         form: ErrorForm | None = state.get("error_form")
         body = self.body() if form is None else form.body(self, state["request_id"])
         return Response(body, self.status, headers, media_type="application/json")

@@ -101,6 +101,13 @@ def own_names(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
+def subclasses(kind: type[Wire]) -> Iterator[type[Wire]]:
+    """List the models that extend one, directly and indirectly."""
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from subclasses(subclass)
+
+
 LABEL = "label"  # annotates a field that is accepted, and echoed if OpenAI does so, but has no effect
 
 
