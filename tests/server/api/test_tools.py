@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from tests.fakes import TEMPLATE, FakeEngine, listening, model_folder, serving
-from tests.server.wire import CHAT, LIBRARY, QUESTION, ask, chunks, ids, saying
+from tests.server.wire import CHAT, LIBRARY, QUESTION, RESPONSES, ask, chunks, ids, saying
 
 WEATHER = {
     "type": "function",
@@ -93,6 +93,21 @@ async def test_a_call_that_was_cut_off_ends_by_length(folder):
     cut = await choice(folder, CALL, max_tokens=len(ids(CALL)) - 15)
     assert cut["finish_reason"] == "length"
     assert '{"place": "Nantucket"}'.startswith(cut["message"]["tool_calls"][0]["function"]["arguments"])
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", RESPONSES])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_call_cut_off_before_its_name_is_complete_is_no_text(folder, path, stream):
+    limit = {"max_output_tokens": 1} if path == RESPONSES else {"max_tokens": 1}
+    body = {"input": "the sea"} if path == RESPONSES else {"messages": QUESTION}
+    flat = {**WEATHER["function"], "type": "function"}
+    anthropic = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
+    tools = {CHAT: WEATHER, RESPONSES: flat, "/v1/messages": anthropic}[path]
+    for count in range(1, len(ids('<tool_call>\n{"name": "weath')) + 1):
+        sent = body | dict.fromkeys(limit, count) | {"tools": [tools], "stream": stream}
+        response = await ask(folder, path, sent, FakeEngine(saying(CALL)))
+        assert response.status_code == 200
+        assert not any(piece in response.text for piece in ('"<', "tool_call>", '\\"name')), count
 
 
 async def test_what_is_not_a_tool_is_text(folder):
