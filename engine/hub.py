@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from . import builtin, packaged
@@ -26,10 +27,15 @@ NO_MODEL = re.compile(r"mmproj|.*-(?!00001)\d{5}-of-\d{5}\.gguf")  # an image en
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A model's folder. `revision` is the commit of a model that was downloaded from a hub."""
+    """A model's folder.
+
+    `revision` is the commit of a model that was downloaded from a hub. `sampling` has the defaults of a packaged model,
+    whose file has none.
+    """
 
     path: Path
     revision: str | None = None
+    sampling: Mapping[str, float | int] = field(default_factory=dict)
 
 
 def fetch(model: str, revision: str | None = None, *, weights: bool) -> Folder:
@@ -43,7 +49,7 @@ def fetch(model: str, revision: str | None = None, *, weights: bool) -> Folder:
         file = packaged.find(model)
         if file is None:
             raise ModelError(f"{model} is not on this machine; run `pequod pull {model}`")
-        return Folder(gguf.folder_of(file))
+        return Folder(gguf.folder_of(file), sampling=packaged.PACKAGES[model].sampling)
     path = Path(model).expanduser()
     if path.is_dir():
         return Folder(path if (path / "config.json").exists() else _converted(path, list(path.glob("*.gguf"))))

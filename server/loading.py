@@ -62,12 +62,13 @@ def _read_text_files(settings: Settings, revision: str | None) -> tuple[str | No
     from engine import fetch  # imports the hub's client only if the model is not a folder
 
     folder = fetch(settings.model, revision, weights=False)
-    defaults = read_defaults(settings.generation_config, folder.path)
+    own = folder.sampling if settings.generation_config == "auto" else {}
+    defaults = {**own, **read_defaults(settings.generation_config, folder.path)}
     tokenizer = Tokenizer(folder.path)
     prompts = Prompts.load(tokenizer, settings.chat_template)
-    if settings.chat_template is None and (own := reranker.own_template(settings.model, prompts.template_source)):
+    if settings.chat_template is None and (template := reranker.own_template(settings.model, prompts.template_source)):
         prompts.close()
-        prompts = Prompts(tokenizer, chat_template=own)
+        prompts = Prompts(tokenizer, chat_template=template)
     prompts.start()
     return folder.revision, prompts, defaults
 

@@ -73,7 +73,13 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    model: str = _model("builtin", "same as the positional argument MODEL", "MODEL", min_length=1, max_length=4096)
+    model: str = _model(
+        "builtin",
+        "same as the positional argument MODEL (default: smollm2 if it is installed, else builtin)",
+        "MODEL",
+        min_length=1,
+        max_length=4096,
+    )
     revision: str | None = _model(None, "branch, tag or commit of a model on the hub", min_length=1, max_length=256)
     served_model_name: Names = _model(
         [], "one or more names that requests may use; the metrics show the first (default: MODEL)", "NAME"

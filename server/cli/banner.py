@@ -53,12 +53,9 @@ def curl(settings: Settings, where: tuple[str, int] | Path, has_template: bool) 
     if settings.hosts is not None and host not in settings.hosts:
         words += ["-H", f"Host: {settings.hosts[0]}"]
     name = settings.names[0]
-    path: str
-    body: dict[str, object]
-    if has_template:
-        path, body = "chat/completions", {"model": name, "messages": [{"role": "user", "content": QUESTION}]}
-    else:
-        path, body = "completions", {"model": name, "prompt": "Once upon a time", "max_tokens": 50}
+    body: dict[str, object] = {"model": name, "max_tokens": 100}
+    path = "chat/completions" if has_template else "completions"
+    body |= {"messages": [{"role": "user", "content": QUESTION}]} if has_template else {"prompt": "Once upon a time"}
     words += [f"{base}/v1/{path}", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     line = " ".join(shlex.quote(word) for word in words)
     # The shell inserts the first key, so that it does not appear on the screen.

@@ -126,7 +126,7 @@ class Choice(Reader):
                 offsets.append(self.stream.offset)
             rest = self.stream.finish()
             texts.append(rest)
-            new_parts = self.parser.feed(rest) + self.parser.finish()
+            new_parts = self.parser.feed(rest) + self.parser.finish(is_cut=reason == "length")
             parts += new_parts[: self._second_call(new_parts)]
         self._has_called |= any(isinstance(part, Call) for part in parts)
         if reason == "stop" and self._has_called:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute
 
 from .auth import UserDep
 from .errors import ApiError, from_validation, invalid
-from .fields import Wire, own_names
+from .fields import Wire, own_names, subclasses
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -155,15 +155,9 @@ def shortened(value: Any, known: Collection[str]) -> Any:
 
 def names(model: type[BaseModel]) -> set[str]:
     """The names of all fields of a request and of the objects in requests."""
-    wires = [model, *_kinds(Wire)]
+    wires = [model, *subclasses(Wire)]
     own = {name for kind in wires for name in own_names(kind)}
     return own.union(*(kind.unsupported for kind in wires if issubclass(kind, Wire)))
-
-
-def _kinds(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    for subclass in kind.__subclasses__():
-        yield subclass
-        yield from _kinds(subclass)
 
 
 def _is_finite(value: Any) -> bool:

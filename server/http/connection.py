@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ HEAD_S = 30.0
 # For the rest of a request's body after its response: it is read and discarded until it or the connection ends.
 REST_S = 10.0
 REST_BYTES = 64 << 20
+
+log = logging.getLogger("pequod.request")
 
 
 class Connection(HttpToolsProtocol):
@@ -175,6 +178,7 @@ class Connection(HttpToolsProtocol):
 
     def _write(self, error: ApiError) -> None:
         """Write an error response for which there is no request."""
+        log.info("refused", extra={"fields": {"status": error.status, "code": error.code}})
         body = error.body()
         lines = [f"HTTP/1.1 {error.status} Refused", "Content-Type: application/json", f"Content-Length: {len(body)}"]
         if error.retry_after is not None:

@@ -71,7 +71,8 @@ class ApiError(Exception):
         headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, self.retry_after))
-        state = scope.get("state", {})
+        state = scope.setdefault("state", {})
+        state["refusal"] = self  # for the log
         form: ErrorForm | None = state.get("error_form")
         body = self.body() if form is None else form.body(self, state["request_id"])
         return Response(body, self.status, headers, media_type="application/json")
@@ -169,7 +170,8 @@ def _message(item: ErrorDetails, param: str | None) -> ApiError:
             return invalid(f"Missing required field: '{param}'.", param, "missing_required_parameter")
         return invalid(f"Invalid '{param}': must be one of {context.get('expected_tags')}.", param)
     if kind == "unsupported":
-        return invalid(f"Unsupported field: '{param}'; {item['msg']}.", param, "unsupported_parameter")
+        hint = f"; {item['msg']}" if item["msg"] else ""
+        return invalid(f"'{param}' is not supported{hint}.", param, "unsupported_parameter")
     text = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     text = PYDANTIC_SUBJECT.sub("must", text).replace(" after validation", "").rstrip(".")
     text = JSON_TYPES.get(kind, text)

@@ -21,7 +21,6 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 MAX_LABEL = 512  # characters
 MAX_NAMES = 256  # of one object; no model has that many fields
-UNSUPPORTED = PydanticCustomError("unsupported", "this server does not support it yet")
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,19 @@ class Refused:
     """A field that is not supported; null and `defaults`, which request nothing, count as absent."""
 
     defaults: tuple[Any, ...] = ()
-    hint: str = ""  # what to do instead, a sentence
+    hint: str = ""  # what to do instead, a clause
 
     @property
     def note(self) -> str:
         """How the field is handled, in one or two sentences."""
         accepted = ", ".join(json.dumps(value) for value in (None, *self.defaults))
-        return f"Not supported; allowed values: {accepted}. {self.hint}".strip()
+        hint = f" {self.hint[:1].upper()}{self.hint[1:]}." if self.hint else ""
+        return f"Not supported; allowed values: {accepted}.{hint}"
+
+    @property
+    def error(self) -> PydanticCustomError:
+        """The error for other values, whose message is the hint."""
+        return PydanticCustomError("unsupported", "{hint}", {"hint": self.hint})
 
     def accepts(self, value: Any) -> bool:
         """Whether a value requests nothing."""
@@ -82,7 +87,7 @@ class Wire(BaseModel):
     def _without_unsupported(cls, value: dict[str, Any]) -> dict[str, Any]:
         sent = [name for name in cls.unsupported if name in value]
         errors = [
-            InitErrorDetails(type=UNSUPPORTED, loc=(name,), input=value[name])
+            InitErrorDetails(type=cls.unsupported[name].error, loc=(name,), input=value[name])
             for name in sent
             if not cls.unsupported[name].accepts(value[name])
         ]
@@ -94,6 +99,13 @@ class Wire(BaseModel):
 def own_names(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """The fields of a model, by their names in JSON."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def subclasses(kind: type[Wire]) -> Iterator[type[Wire]]:
+    """List the models that extend one, directly and indirectly."""
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from subclasses(subclass)
 
 
 LABEL = "label"  # annotates a field that is accepted, and echoed if OpenAI does so, but has no effect

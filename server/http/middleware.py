@@ -20,6 +20,7 @@ from ..settings import Settings
 from .admission import Caller, Limits
 from .auth import address_of
 from .errors import ApiError, ErrorForm, from_exception
+from .refusals import log_refusal
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 # At least this much of a body must arrive in each interval: a slow line passes, a client that only trickles does not.
@@ -131,6 +132,8 @@ class _RequestCycle:
             caller = self._caller()
             self.limits.bytes.release(caller.flow, self.num_bytes)
             caller.release()
+            if (refusal := self.scope["state"].get("refusal")) is not None:
+                log_refusal(refusal, self.method, self.scope, self.id.decode())
             handler = getattr(self.scope.get("route"), "path", "unmatched")
             self.middleware.count(self.method, handler, self.status or GONE, time.monotonic() - self.started)
 

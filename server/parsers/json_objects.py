@@ -28,6 +28,14 @@ class Objects(Scanner):
             char = yield
         return char
 
+    def may_be_call(self, text: str) -> bool:
+        """Return whether the text has a delimiter, or begins like an object with the name of a tool."""
+        if not self.bare or text.startswith(self.opens):
+            return bool(text)
+        head = "".join(text.split()).removeprefix("[")
+        heads = [f'{{"name":"{name}"' for name in self.tools]
+        return any(each.startswith(head) or head.startswith(each) for each in heads)
+
     def objects(self, char: str, separator: str) -> Script[tuple[bool, str]]:
         """Read consecutive objects; return whether all were calls. Other text, and what follows it, stays recorded."""
         are_calls = False

@@ -49,8 +49,11 @@ class MessageParser(Protocol):
     def feed(self, text: str) -> list[Part]:
         """Return the parts that this piece of text makes certain, in the order of the text."""
 
-    def finish(self) -> list[Part]:
-        """Return the parts that were withheld; an incomplete part is returned as far as it was written."""
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """Return the parts that were withheld; an incomplete part is returned as far as it was written.
+
+        `is_cut`: the text ends at max_tokens, so that the beginning of a delimiter or of a call is dropped.
+        """
 
     @property
     def is_reasoning(self) -> bool:
@@ -65,7 +68,7 @@ class Plain:
     def feed(self, text: str) -> list[Part]:
         return [Content(text)] if text else []
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
         return []
 
 

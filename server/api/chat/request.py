@@ -26,7 +26,7 @@ MAX_TEMPLATE_KWARGS = 64
 # Variables of the chat template that fields of the request set.
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
-ONLY_TEXT = "The models read text alone."
+ONLY_TEXT = "only text is"
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 
@@ -49,7 +49,7 @@ class TextPart(Wire):
         "file": refused(hint=ONLY_TEXT),
         "image_url": refused(hint=ONLY_TEXT),
         "input_audio": refused(hint=ONLY_TEXT),
-        "refusal": refused(hint="Send it as text."),
+        "refusal": refused(hint="send it as text"),
     }
 
 
@@ -137,10 +137,10 @@ class AssistantMessage(Wire):
     tool_calls: ToolCalls | None = None
     """The calls that the model made; part of the prompt."""
     unsupported: ClassVar[dict[str, Refused]] = {
-        "refusal": refused(),
+        "refusal": refused(hint="send it as content"),
         "annotations": refused([]),
         "audio": refused(),
-        "function_call": refused(),
+        "function_call": refused(hint="send tool_calls instead"),
     }
     # Clients add these to the messages that they return, and their users send them back.
     parsed: Annotated[Any, LABEL, Field(exclude=True)] = None
@@ -194,8 +194,8 @@ class TemplateOptions(ToolsField):
     """true: the response continues the last message."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
-        "chat_template": refused(hint="The server has --chat-template."),
-        "documents": refused([]),
+        "chat_template": refused(hint="start the server with --chat-template"),
+        "documents": refused([], hint="send their texts in a message"),
     }
 
     @field_validator("continue_final_message")
@@ -301,15 +301,15 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, FormatFields):
         "add_special_tokens": refused(False),
         "audio": refused(),
         "echo": refused(False),
-        "function_call": refused("none", "auto"),
-        "functions": refused([]),
+        "function_call": refused("none", "auto", hint="send tool_choice instead"),
+        "functions": refused([], hint="send tools instead"),
         "modalities": refused(["text"]),
         "moderation": refused(),
         "prompt_cache_options": refused({}),
         "prompt_cache_retention": refused("in_memory", "in-memory", "24h"),
         "mm_processor_kwargs": refused({}),
         "media_io_kwargs": refused({}),
-        "return_prompt_text": refused(False, hint="POST /apply-template tells it."),
+        "return_prompt_text": refused(False, hint="POST /apply-template returns it"),
         "web_search_options": refused(),
     }
 

@@ -76,7 +76,7 @@ class ChatCompletion(JsonObject, kw_only=True):
 
 
 class DeltaFunction(JsonObject):
-    """The first piece of a call has its name; each piece has more of its arguments."""
+    """The first piece of a call has its name; every piece may have more of its arguments."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
@@ -211,10 +211,10 @@ class ChatWriter(CompletionsWriter[ChatRequest]):
         return message
 
     def _deltas(self, parts: Iterable[Part]) -> Iterator[Delta]:
-        """One delta per run of parts of one kind, since many clients look for one kind in a delta."""
-        for kind, run in itertools.groupby(parts, _kind):
+        """One delta per run of parts of one kind or call: many clients read one kind, and the first call, of each."""
+        for (kind, _), run in itertools.groupby(parts, _field):
             if kind == "tool_calls":
-                yield Delta(tool_calls=[call_delta(part) for part in run if isinstance(part, Call | Arguments)])
+                yield Delta(tool_calls=[call_delta([part for part in run if isinstance(part, Call | Arguments)])])
                 continue
             text = "".join(part.text for part in run if isinstance(part, Content | Reasoning))
             if kind == "content":
@@ -229,14 +229,17 @@ class ChatWriter(CompletionsWriter[ChatRequest]):
         return ChatLogprobs([self.entry(token, entry) for token, entry in pairs])
 
 
-def _kind(part: Part) -> str:
-    """The field of a message that a part belongs to."""
-    if isinstance(part, Content):
-        return "content"
-    return "reasoning" if isinstance(part, Reasoning) else "tool_calls"
+def _field(part: Part) -> tuple[str, int]:
+    """The field of a message that a part belongs to, and the index of its call."""
+    if isinstance(part, Content | Reasoning):
+        return "content" if isinstance(part, Content) else "reasoning", 0
+    return "tool_calls", part.index
 
 
-def call_delta(part: Call | Arguments) -> DeltaCall:
-    if isinstance(part, Arguments):
-        return DeltaCall(index=part.index, function=DeltaFunction(arguments=part.text))
-    return DeltaCall(index=part.index, id=part.id, type="function", function=DeltaFunction(part.name, ""))
+def call_delta(run: list[Call | Arguments]) -> DeltaCall:
+    """Return a run of parts of one call as one entry: some SDKs make a call of each entry of a delta."""
+    first = run[0]
+    arguments = "".join(part.text for part in run if isinstance(part, Arguments))
+    if isinstance(first, Call):
+        return DeltaCall(index=first.index, id=first.id, type="function", function=DeltaFunction(first.name, arguments))
+    return DeltaCall(index=first.index, function=DeltaFunction(arguments=arguments))

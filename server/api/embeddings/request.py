@@ -16,7 +16,7 @@ from ..completions.request import Ids, form, listed
 from ..sampling import MAX_TEXT, CacheSalt, Count, Limit, ModelName, Priority, User
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
-AS_TEXT = "Send the prompt that /apply-template returns as input."
+AS_TEXT = "send the prompt that /apply-template returns as input"
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
@@ -65,19 +65,19 @@ class EmbeddingRequest(Wire):
         "add_generation_prompt": refused(False, hint=AS_TEXT),
         "chat_template": refused(hint=AS_TEXT),
         "chat_template_kwargs": refused({}, hint=AS_TEXT),
-        "content": refused(hint="Send input."),
+        "content": refused(hint="send input instead"),
         "continue_final_message": refused(False, hint=AS_TEXT),
-        "embd_normalize": refused(2, hint="Vectors have length 1."),
+        "embd_normalize": refused(2, hint="vectors have length 1"),
         "embed_dtype": refused("float32"),
-        "endianness": refused("native", "little", hint="base64 is little-endian."),
+        "endianness": refused("native", "little", hint="base64 is little-endian"),
         "media_io_kwargs": refused({}),
         "messages": refused(hint=AS_TEXT),
         "mm_processor_kwargs": refused({}),
-        "normalize": refused(True, hint="Vectors have length 1."),
+        "normalize": refused(True, hint="vectors have length 1"),
         "padding": refused("do_not_pad"),
-        "request_id": refused(hint="Send the header X-Request-Id."),
+        "request_id": refused(hint="send the header X-Request-Id instead"),
         "task": refused("embed"),
-        "use_activation": refused(True, hint="Vectors have length 1."),
+        "use_activation": refused(True, hint="vectors have length 1"),
     }
 
     @field_validator("truncation_side")

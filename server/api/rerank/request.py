@@ -40,17 +40,17 @@ class ScoringRequest(Wire):
 
     # vLLM's, SGLang's and Cohere's
     unsupported: ClassVar[dict[str, Refused]] = {
-        "activation": refused(True, hint="Scores are probabilities."),
-        "add_special_tokens": refused(True, hint="The chat template writes all special tokens."),
-        "chat_template": refused(hint="Start the server with --chat-template."),
+        "activation": refused(True, hint="scores are probabilities"),
+        "add_special_tokens": refused(True, hint="the chat template writes all special tokens"),
+        "chat_template": refused(hint="start the server with --chat-template"),
         "chat_template_kwargs": refused({}),
-        "instruct": refused(hint="Send instruction."),
-        "max_chunks_per_doc": refused(1, hint="A document is scored as a whole."),
+        "instruct": refused(hint="send instruction instead"),
+        "max_chunks_per_doc": refused(1, hint="a document is scored as a whole"),
         "mm_processor_kwargs": refused({}),
-        "request_id": refused(hint="Send the header X-Request-Id."),
-        "softmax": refused(True, hint="Scores are probabilities."),
-        "truncation_side": refused("right", hint="Documents are cut at their end."),
-        "use_activation": refused(True, hint="Scores are probabilities."),
+        "request_id": refused(hint="send the header X-Request-Id instead"),
+        "softmax": refused(True, hint="scores are probabilities"),
+        "truncation_side": refused("right", hint="documents are cut at their end"),
+        "use_activation": refused(True, hint="scores are probabilities"),
     }
 
     @property
@@ -103,9 +103,9 @@ class RerankRequest(ScoringRequest):
     """The length in tokens to which longer documents are cut."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
-        "rank_fields": refused(hint="Send documents as texts."),
-        "text_1": refused(hint="Send query, or POST /v1/score."),
-        "text_2": refused(hint="Send documents, or POST /v1/score."),
+        "rank_fields": refused(hint="send documents as texts"),
+        "text_1": refused(hint="send query, or POST /v1/score"),
+        "text_2": refused(hint="send documents, or POST /v1/score"),
     }
 
     @property
@@ -141,7 +141,7 @@ class ScoreRequest(ScoringRequest):
     """A document or a list of them."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
-        name: refused(hint=f"Send {own}.")
+        name: refused(hint=f"send {own} instead")
         for own, names in {"text_1": ("data_1", "queries", "query"), "text_2": ("data_2", "documents", "items")}.items()
         for name in names
     }

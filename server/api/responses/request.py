@@ -59,7 +59,7 @@ class ReasoningOptions(Wire):
 
     effort: Annotated[Effort | None, notes.EFFORT] = None
     unsupported: ClassVar[dict[str, Refused]] = {
-        "context": refused("auto", hint="What the chat template keeps of it is rendered."),
+        "context": refused("auto", hint="what the chat template keeps of it is rendered"),
         "mode": refused("standard"),
     }
     generate_summary: Annotated[Summary | None, LABEL, notes.ALL_REASONING] = None
@@ -137,10 +137,10 @@ class ResponsesRequest(Labels, GenerationFields):
         "access_programs": refused(),
         "background_options": refused({}),
         "context_management": refused([]),
-        "conversation": refused(hint="Send previous_response_id."),
+        "conversation": refused(hint="send previous_response_id instead"),
         "image": refused({}),
         "moderation": refused(),
-        "prompt": refused(hint="Send the text itself, as instructions and input."),
+        "prompt": refused(hint="send the text itself, as instructions and input"),
         "prompt_cache_options": refused({}),
         "prompt_cache_retention": refused("in_memory", "in-memory", "24h"),
     }

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -19,6 +19,7 @@ from ...settings_values import SettingsError, hint, split
 from ..argv import hide
 
 TITLES = {"model": "model", "engine": "engine", "http": "HTTP", "limits": "limits", "logs": "logs and metrics"}
+NO_TEXTS: Mapping[str, str] = {}
 
 
 class Command(Protocol):
@@ -73,10 +74,10 @@ def _default(name: str, value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _add_field(box: argparse._ArgumentGroup, name: str) -> None:
+def _add_field(box: argparse._ArgumentGroup, name: str, text: str = "") -> None:
     field = settings.FIELDS[name]
     kind, choices = settings.shape(name)
-    text = field.description or ""
+    text = text or field.description or ""
     if "default" not in text and field.default is not None and kind is not list:
         text += f" (default: {_default(name, field.default)})" if field.default != "" else ""
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
@@ -120,11 +121,24 @@ def real(limits: str, is_within: Callable[[float], bool]) -> Callable[[str], flo
     return parse
 
 
-def add_settings(parser: Parser, *groups: str, model: bool = True, extra: Sequence[str] = ()) -> None:
-    """Add flags for the settings of these groups and for the extra ones, --config, and MODEL as an argument."""
+def add_settings(
+    parser: Parser,
+    *groups: str,
+    model: bool = True,
+    extra: Sequence[str] = (),
+    help_texts: Mapping[str, str] = NO_TEXTS,
+) -> None:
+    """Add flags for the settings of these groups and for the extra ones, --config, and MODEL as an argument.
+
+    `help_texts` replaces the descriptions of settings.
+    """
     if model:
         parser.add_argument(
-            "positional_model", nargs="?", metavar="MODEL", default=None, help="model folder, hub id, or `builtin`"
+            "positional_model",
+            nargs="?",
+            metavar="MODEL",
+            default=None,
+            help="model folder, GGUF file, hub id, `smollm2` or `builtin`",
         )
     box = parser.add_argument_group("settings")
     box.add_argument("--config", metavar="FILE", type=Path, default=None, help="TOML file with settings")
@@ -134,7 +148,7 @@ def add_settings(parser: Parser, *groups: str, model: bool = True, extra: Sequen
         if names:
             box = parser.add_argument_group(title)
             for name in names:
-                _add_field(box, name)
+                _add_field(box, name, help_texts.get(name, ""))
 
 
 def settings_from(arguments: argparse.Namespace, *, default_model: Callable[[], str] | None = None) -> Loaded:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ... import settings
 from ...settings import Settings
-from . import TITLES, Parser, add_settings, settings_from
+from . import TITLES, Parser, add_settings, chat_model, settings_from
 
 MASK = "***"
 
@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the settings that `pequod serve` would use with the same flags."""
-    loaded = settings_from(arguments)
+    loaded = settings_from(arguments, default_model=chat_model)
     shown = {name: plain(loaded.settings, name) for name in settings.FIELDS}
     if arguments.json:
         found = {name: {"value": value, "source": loaded.sources[name]} for name, value in shown.items()}

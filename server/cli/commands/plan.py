@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...child import run_python
 from ...settings import with_flags
 from ..banner import parameters, size
-from . import Failure, Parser, add_settings, settings_from, warn
+from . import Failure, Parser, add_settings, chat_model, settings_from, warn
 
 if TYPE_CHECKING:
     from engine import EngineConfig
@@ -50,7 +50,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan. If the settings are impossible, print why and three `try:` lines, and return 2."""
-    code, plan = make(settings_from(arguments).settings.engine_config())
+    code, plan = make(settings_from(arguments, default_model=chat_model).settings.engine_config())
     if arguments.json:
         print(json.dumps(plan, ensure_ascii=False))
     if code == 0:

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from tests.fakes import TEMPLATE, FakeEngine, listening, model_folder, serving
-from tests.server.wire import CHAT, LIBRARY, QUESTION, ask, chunks, ids, saying
+from tests.server.wire import CHAT, LIBRARY, QUESTION, RESPONSES, ask, chunks, ids, saying
 
 WEATHER = {
     "type": "function",
@@ -70,17 +70,44 @@ async def test_streamed_arguments_come_piece_by_piece(folder):
     seen = chunks((await ask(folder, CHAT, body, FakeEngine(saying(CALL)))).text)
     pieces = [call for chunk in seen for c in chunk["choices"] for call in c["delta"].get("tool_calls", ())]
     assert [piece["index"] for piece in pieces] == [0] * len(pieces)
-    assert pieces[0]["function"] == {"name": "weather", "arguments": ""}
+    assert pieces[0]["function"]["name"] == "weather"
     assert [key for piece in pieces[1:] for key in piece] == ["index", "function"] * (len(pieces) - 1)
     assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"place": "Nantucket"}'
     assert len(pieces) > 4
     assert seen[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+async def test_a_chunk_has_one_entry_of_one_call_however_many_tokens_come_together(folder):
+    body = {"messages": QUESTION, "tools": [WEATHER, CLOCK], "stream": True}
+    engine = FakeEngine(saying(f"{CALL}\n{SECOND}"), per_delta=1000)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks((await ask(folder, CHAT, body, engine)).text)]
+    first, second = (entries for delta in deltas if (entries := delta.get("tool_calls")))
+    assert [(entry["index"], entry["function"]) for entry in first] == [
+        (0, {"name": "weather", "arguments": '{"place": "Nantucket"}'})
+    ]
+    assert [(entry["index"], entry["function"]) for entry in second] == [(1, {"name": "clock", "arguments": "{}"})]
+    assert all(entry["id"].startswith("call_") for entry in first + second)
+
+
 async def test_a_call_that_was_cut_off_ends_by_length(folder):
     cut = await choice(folder, CALL, max_tokens=len(ids(CALL)) - 15)
     assert cut["finish_reason"] == "length"
     assert '{"place": "Nantucket"}'.startswith(cut["message"]["tool_calls"][0]["function"]["arguments"])
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", RESPONSES])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_call_cut_off_before_its_name_is_complete_is_no_text(folder, path, stream):
+    limit = {"max_output_tokens": 1} if path == RESPONSES else {"max_tokens": 1}
+    body = {"input": "the sea"} if path == RESPONSES else {"messages": QUESTION}
+    flat = {**WEATHER["function"], "type": "function"}
+    anthropic = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
+    tools = {CHAT: WEATHER, RESPONSES: flat, "/v1/messages": anthropic}[path]
+    for count in range(1, len(ids('<tool_call>\n{"name": "weath')) + 1):
+        sent = body | dict.fromkeys(limit, count) | {"tools": [tools], "stream": stream}
+        response = await ask(folder, path, sent, FakeEngine(saying(CALL)))
+        assert response.status_code == 200
+        assert not any(piece in response.text for piece in ('"<', "tool_call>", '\\"name')), count
 
 
 async def test_what_is_not_a_tool_is_text(folder):

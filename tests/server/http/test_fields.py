@@ -66,6 +66,16 @@ async def test_a_refused_field_is_named_before_anything_else_that_is_wrong(folde
 
 
 @BOTH
+async def test_the_error_says_what_to_send_instead(folder, path):
+    bodies = [{"guided_json": {}}, {"n_predict": 5}, {"mirostat": 2}]
+    assert [message for _, _, message in await answers(folder, path, bodies)] == [
+        "'guided_json' is not supported; send structured_outputs.json instead.",
+        "'n_predict' is not supported; send max_tokens instead.",
+        "'mirostat' is not supported.",
+    ]
+
+
+@BOTH
 async def test_null_and_documented_defaults_count_as_absent(folder, path):
     names = [*MODELS[path].model_fields, *MODELS[path].unsupported]
     everything = {name: None for name in names if name not in BASE[path]}

@@ -270,6 +270,27 @@ def test_incomplete_closing_delimiter_is_not_content(length):
     assert (calls(got), got.content) == ([("find_ship", {})], "")
 
 
+@EACH
+@pytest.mark.parametrize("content", ["", "Ahoy."], ids=["call", "content and call"])
+def test_a_call_cut_off_anywhere_leaves_no_markup_in_the_content(formats, content):
+    text = write(formats, "", content, [("find_ship", {"name": "Pequod"}), ("ring-bell.now", {})])
+    whole = read(formats, text)
+    for end in range(len(text)):
+        reader = parser(formats)
+        cut = join(reader.feed(text[:end]) + reader.finish(is_cut=True))
+        assert whole.content.startswith(plain(cut.content)), text[:end]
+        assert not cut.reasoning
+        for call, wanted in zip(cut.calls, whole.calls, strict=False):
+            assert call.name == wanted.name
+            assert wanted.arguments.startswith(call.arguments)
+
+
+@pytest.mark.parametrize("text", ['{"weather": "fog', '{"name": "Ahab", "leg', "[1, 2, 3", '{"names": ["Ahab'])
+def test_an_object_that_is_no_call_stays_content_when_it_is_cut_off(text):
+    reader = parser(Formats("json"))
+    assert join(reader.feed(text) + reader.finish(is_cut=True)).content == text
+
+
 def test_known_call_after_an_unknown_one_is_a_call():
     got = read(Formats("hermes"), write_hermes("", [("sink", {}), ("find_ship", {})]))
     assert calls(got) == [("find_ship", {})]

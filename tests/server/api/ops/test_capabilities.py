@@ -253,7 +253,7 @@ def test_a_field_that_an_sdk_knows_and_a_request_does_not_is_found():
 
 def test_refused_notes_say_what_passes():
     class Odd(Wire):
-        unsupported: typing.ClassVar = {"field": refused(False, 1.5, hint="Send another.")}
+        unsupported: typing.ClassVar = {"field": refused(False, 1.5, hint="send another")}
 
     [row] = table(Odd)
     assert row.note == "Not supported; allowed values: null, false, 1.5. Send another."

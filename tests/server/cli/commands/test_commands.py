@@ -29,6 +29,7 @@ from engine import (
     packaged,
 )
 from engine.gguf import folder
+from engine.hub import Folder
 from server import settings
 from server.__main__ import main
 from server.cli import banner
@@ -106,7 +107,7 @@ def fake(monkeypatch):
     if not (BUILTIN / "tokenizer.json").is_file():
         pytest.skip("the built-in model is not made")
     monkeypatch.setattr("server.offline.ProcessEngine", FakeEngine)
-    monkeypatch.setattr(engine, "fetch", lambda *_, **__: SimpleNamespace(path=BUILTIN, revision=None), raising=False)
+    monkeypatch.setattr(engine, "fetch", lambda *_, **__: Folder(BUILTIN), raising=False)
     monkeypatch.setattr(FakeEngine, "error", None)
     return FakeEngine
 
@@ -529,6 +530,15 @@ def test_without_a_model_the_packaged_one_is_the_default_if_it_is_here(monkeypat
     assert chosen() == ("/models/orca", "env PEQUOD_MODEL")
 
 
+def test_config_show_and_plan_use_the_model_that_serve_uses(pequod, child, monkeypatch):
+    monkeypatch.setattr(engine, "packaged_models", lambda: {"smollm2": Path("small.gguf")})
+    shown = json.loads(pequod("config", "show", "--json")[1])["model"]
+    assert shown == {"value": "smollm2", "source": "default"}
+    child.stdout = "{}"
+    pequod("plan")
+    assert json.loads(child.commands[0][-1])["model"] == "smollm2"
+
+
 # banner and logs
 
 
@@ -582,6 +592,7 @@ def curl_of(text: str) -> list[str]:
 def test_the_curl_line_fits_the_model_and_the_server(tmp_path):
     words = curl_of(printed())
     assert words[0] == "curl" and "http://127.0.0.1:8000/v1/chat/completions" in words
+    assert json.loads(words[-1])["max_tokens"] == 100  # a small model may not end by itself
     assert json.loads(words[-1])["model"] == "builtin"
     words = curl_of(printed(has_template=False, served_model_name=["it's"], where=("0.0.0.0", 81), host="0.0.0.0"))
     assert "http://localhost:81/v1/completions" in words
