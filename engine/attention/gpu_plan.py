@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .backend import LayerCache
@@ -27,14 +27,20 @@ class HostWork(NamedTuple):
     num_parts: int
 
     @classmethod
-    def of(cls, items: Sequence[tuple[int, ...]], num_parts: int, meta: AttentionMeta) -> HostWork:
-        table = np.zeros((len(items) + 1, ITEM), np.int32)
+    def of(cls, items: NDArray[np.int32], num_parts: int, meta: AttentionMeta) -> HostWork:
+        """Return the work of items, [items, ITEM]."""
+        table = np.empty((len(items) + 1, ITEM), np.int32)
+        table[0] = 0
         table[0, :2] = len(items), meta.block_table.stride(0)
-        for place, item in enumerate(items, 1):
-            table[place, : len(item)] = item
+        table[1:] = items
         tensor = torch.from_numpy(table)
         # The copy of pageable memory would wait for the steps that the device has not computed yet.
         return cls(tensor.pin_memory() if meta.block_table.is_cuda else tensor, num_parts)
+
+    @classmethod
+    def empty(cls, meta: AttentionMeta) -> HostWork:
+        """Return the work of a launch without items."""
+        return cls.of(np.zeros((0, ITEM), np.int32), 0, meta)
 
 
 class Work(NamedTuple):
@@ -83,23 +89,40 @@ class Plan:
 
     def _made(self, window: int | None, queries: int) -> tuple[list[HostWork], list[HostWork]]:
         meta = self.meta
-        decodes: list[HostWork] = []
-        parts: list[tuple[int, ...]] = []
-        chunks: list[tuple[int, int, int]] = []  # tokens of context, row, first query
-        for row, length in enumerate(meta.seq_lens_list):
-            new = meta.query_start_list[row + 1] - meta.query_start_list[row]
-            if new == 1:
-                begin = 0 if window is None else max(0, length - window) // SPLIT
-                count = -(-length // SPLIT) - begin
-                if parts and len(parts) + count > MAX_PARTS:
-                    decodes.append(HostWork.of(parts, len(parts), meta))
-                    parts = []
-                base = len(parts)
-                parts += [(row, 0, part, count, base) for part in range(count)]
-            else:
-                chunks += [(length - new + first, row, first) for first in range(0, new, queries)]
-        if parts:
-            decodes.append(HostWork.of(parts, len(parts), meta))
+        starts = np.array(meta.query_start_list, np.int32)
+        lengths, new = np.array(meta.seq_lens_list, np.int32), starts[1:] - starts[:-1]
+        return self._decodes(lengths, new, window), self._chunks(lengths, new, queries) if meta.max_query > 1 else []
+
+    def _decodes(self, lengths: NDArray[np.int32], new: NDArray[np.int32], window: int | None) -> list[HostWork]:
+        """Return the work of rows of one query: launches of whole rows that have at most MAX_PARTS parts together."""
+        (row,) = (new == 1).nonzero()
+        length = lengths[row]
+        counts = -(-length // SPLIT)
+        if window is not None:
+            counts -= np.maximum(length - window, 0) // SPLIT
+        ends = counts.cumsum()
+        rows = np.zeros((len(row), ITEM), np.int32)
+        rows[:, 0], rows[:, 3], rows[:, 4] = row, counts, ends - counts
+        works, at, before = [], 0, 0  # the rows and parts of the launches so far
+        while at < len(row):
+            last = len(row)
+            if ends[-1] - before > MAX_PARTS:
+                last = max(at + 1, int(ends.searchsorted(before + MAX_PARTS, side="right")))
+            total = int(ends[last - 1]) - before
+            items = rows[at:last].repeat(counts[at:last], axis=0)
+            items[:, 4] -= before
+            items[:, 2] = np.arange(total) - items[:, 4]
+            works.append(HostWork.of(items, total, self.meta))
+            at, before = last, before + total
+        return works
+
+    def _chunks(self, lengths: NDArray[np.int32], new: NDArray[np.int32], queries: int) -> list[HostWork]:
+        """Return the work of longer rows."""
+        counts = np.where(new > 1, -(-new // queries), 0)
+        row = np.arange(len(new)).repeat(counts)
+        items = np.zeros((len(row), ITEM), np.int32)
+        items[:, 0] = row
+        items[:, 1] = (np.arange(len(row)) - (counts.cumsum() - counts)[row]) * queries
         # Long items first, so that the last ones to end are short.
-        items = [(row, first) for _, row, first in sorted(chunks, reverse=True)]
-        return decodes, [HostWork.of(items, 0, meta)] if items else []
+        order = np.lexsort((items[:, 1], row, items[:, 1] + (lengths - new)[row]))[::-1]
+        return [HostWork.of(items[order], 0, self.meta)]

@@ -24,7 +24,9 @@ from .metadata import AttentionMeta
 from .reference import Reference
 
 MAX_DIM = 256
-PROGRAMS = 4  # per multiprocessor: as many as fit with the tiles below
+LARGE_MEMORY = 200 << 10  # bytes of shared memory of a multiprocessor
+# Per multiprocessor. Depending on the layer, one to three fit at a time; then they run in rounds that are all full.
+PROGRAMS = 6
 # Queries times the heads that share a KV head, in an item of a longer row. Larger tiles of float32, whose products run
 # without matrix units, do not fit into the registers.
 TILE_ROWS, FLOAT32_TILE_ROWS = 128, 32
@@ -193,12 +195,12 @@ class PagedGPU:
         out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
         queries, table = queries_of(layer, q.dtype, uniform=uniform), plan.tables(cache).block_table
         launches = plan.launches((layer.window, queries))
-        part = gpu_plan.SPLIT
+        part, is_large = gpu_plan.SPLIT, has_large_memory(q.device)
         kinds = ((launches.decodes, queries if uniform else 1, part), (launches.chunks, queries, part * uniform))
         for works, most, split in kinds:
             for work in works:
                 self._reserve(work.num_parts, layer, q.device)
-                launch(kernels.attend, (programs(work.max_items, layer.num_kv_heads, q.device), layer.num_kv_heads),
+                launch(kernels.attend, (layer.num_kv_heads, programs(work.max_items, layer.num_kv_heads, q.device)),
                     q, view.tensor, view.scales, table, work.table, meta.query_start, meta.seq_lens, out,
                     self._sums, self._weights, self._arrived, out if cache.sinks is None else cache.sinks,
                     layer.scale, layer.softcap or 0.0,
@@ -207,10 +209,12 @@ class PagedGPU:
                     DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim), BLOCK=cache.block_size,
                     QUERIES=most, ROWS=tile_rows(layer, most), SPLIT=split,
                     TILE=tile(layer, q.dtype, is_crowded=uniform and view.is_scaled),
-                    UNIFORM=uniform, WINDOW=layer.window or 0, SOFTCAP=layer.softcap is not None,
+                    UNIFORM=uniform, SKIP=is_large, WINDOW=layer.window or 0, SOFTCAP=layer.softcap is not None,
                     SINKS=cache.sinks is not None, SCALED=view.is_scaled, WIDEN=is_interpreted(),
+                    num_warps=attend_warps(layer, most),
+                    num_stages=attend_stages(most, is_scaled=view.is_scaled, is_large=is_large),
                     # Fused, a compiler may round parts that are added up in two places in two ways.
-                    num_warps=attend_warps(layer, most), enable_fp_fusion=not uniform,
+                    enable_fp_fusion=not uniform,
                 )  # fmt: skip
         return out
 
@@ -245,6 +249,26 @@ def tile_rows(layer: AttentionLayer, queries: int) -> int:
 def attend_warps(layer: AttentionLayer, queries: int) -> int:
     """Return the warps of a program whose items have this many queries: the fewest whose registers do not spill."""
     return 8 if queries > 1 or tile_rows(layer, queries) > 64 else 4
+
+
+def attend_stages(queries: int, *, is_scaled: bool, is_large: bool) -> int:
+    """Return the depth of the loop over keys: the largest whose registers do not spill, see `has_large_memory`.
+
+    The ids of blocks take two of the stages: with three, keys are loaded when they are needed, and not before.
+    """
+    return 5 if is_large and (queries == 1 or not is_scaled) else 3
+
+
+def has_large_memory(device: torch.device) -> bool:
+    """Return whether a GPU is a Hopper or a Blackwell of data centers, by its shared memory.
+
+    On others the registers of a branch in the loop over keys, or the memory of a deeper loop, do not suffice.
+    """
+    if device.type not in ("cuda", "meta"):  # in the interpreter
+        return True
+    # Without memory x is compiled for the current GPU, see launching.py.
+    properties = torch.cuda.get_device_properties(None if device.type == "meta" else device)
+    return properties.shared_memory_per_multiprocessor >= LARGE_MEMORY
 
 
 def padded(dim: int) -> int:

@@ -81,7 +81,7 @@ class StaticPlans:
 
     def _write(self, table: Tensor, works: list[HostWork], plan: Plan) -> None:
         """Write one launch, which may have no items."""
-        items = (works[0] if works else HostWork.of((), 0, plan.meta)).table
+        items = (works[0] if works else HostWork.empty(plan.meta)).table
         # Stream order keeps the items of the step before until its kernels have read them.
         table[: len(items)].copy_(items, non_blocking=True)
 

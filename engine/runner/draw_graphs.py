@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 
 import numpy as np
@@ -19,14 +20,20 @@ Work = Callable[[], None]
 NUM_FIELDS = FIELDS.itemsize // 8
 
 
+class Kind(Enum):
+    """What a captured draw computes."""
+
+    GREEDY, RANDOM, FILTERED = range(3)
+
+
 class DrawGraphs:
     """What follows a replayed step: a graph computes the logits, and another one draws from them.
 
     The first one reads a step's hidden states where its graph has left them. Log-probabilities, penalties, biases and
     masks, whose number follows the requests, are launched between the two: they read and change the logits in place. So
     one rule decides for each graph: it computes whatever lies at the address that it was captured with. The draw is
-    captured if Triton kernels draw, for greedy rows alone and for all others: rows without a filter pass through the
-    filters' kernels unchanged.
+    captured if Triton kernels draw: for greedy rows alone, for rows without top_k and top_p, and for any rows, of which
+    those without a filter pass through the filters' kernels unchanged.
 
     Padding computes logits of the step's first token, is drawn greedily, and is written to slot `max_seqs`, which is
     nobody's.
@@ -52,14 +59,14 @@ class DrawGraphs:
         # The parameters of all rows, then their slots: a step copies them at once.
         self._packet = torch.zeros(largest * (NUM_FIELDS + 1), dtype=torch.int64, device=device)
         self._heads: dict[int, Work] = {}
-        self._draws: dict[int, dict[bool, Work]] = {}  # rows -> whether any row is random -> its replay
+        self._draws: dict[int, dict[Kind, Work]] = {}
 
     def capture(self, rows: int, capture: Callable[[Work], Work]) -> None:
         """Capture the graphs of this number of rows."""
         self._heads[rows] = capture(partial(self._head, rows))
         if self._sampling is not None:
             self._load(rows, np.zeros(rows, FIELDS), np.zeros(0, np.int64))
-            self._draws[rows] = {random: capture(partial(self._draw, rows, random)) for random in (False, True)}
+            self._draws[rows] = {kind: capture(partial(self._draw, rows, kind)) for kind in Kind}
 
     # -- the logits ---------------------------------------------------------------------------------------------------
 
@@ -87,8 +94,9 @@ class DrawGraphs:
         rows = len(params)
         bucket = _bucket(self._draws, rows)
         assert self._sampling is not None
-        self._load(bucket, fields_of(params, self._sampling.vocab_size), slots)
-        self._draws[bucket][bool(params["temperature"].any())]()
+        fields = fields_of(params, self._sampling.vocab_size)
+        self._load(bucket, fields, slots)
+        self._draws[bucket][_kind(fields)]()
         return self._tops[:rows], self._ids[:rows]
 
     def _load(self, bucket: int, fields: NDArray, slots: Ints) -> None:
@@ -101,17 +109,27 @@ class DrawGraphs:
         # Stream order keeps the inputs of the step before until its kernels have read them.
         self._packet[: len(packet)].copy_(on_device(packet, self._packet.device))
 
-    def _draw(self, rows: int, random: bool) -> None:
+    def _draw(self, rows: int, kind: Kind) -> None:
         assert self._sampling is not None
         logits = self._logits[:rows]
         fields, slots = self._packet[: rows * (NUM_FIELDS + 1)].split([rows * NUM_FIELDS, rows])
-        filters = {"has_k": True, "has_p": True}
-        tops, ids = self._sampling.draw(logits, fields, **filters) if random else self._sampling.best(logits)
+        if kind is Kind.GREEDY:
+            tops, ids = self._sampling.best(logits)
+        else:
+            is_filtered = kind is Kind.FILTERED
+            tops, ids = self._sampling.draw(logits, fields, has_k=is_filtered, has_p=is_filtered)
         self._tops[:rows].copy_(tops)
         self._ids[:rows].copy_(ids)
         if self._last is not None:  # a row that failed has a negative id
             self._last.index_copy_(0, slots, ids.clamp(min=0))
 
 
-def _bucket(captured: dict[int, Work] | dict[int, dict[bool, Work]], rows: int) -> int:
+def _kind(fields: NDArray) -> Kind:
+    """Return the kind of a draw with these parameters of its rows."""
+    if not fields["coldness"].any():
+        return Kind.GREEDY
+    return Kind.FILTERED if fields["top_k"].any() or (fields["top_p"] < 1.0).any() else Kind.RANDOM
+
+
+def _bucket(captured: dict[int, Work] | dict[int, dict[Kind, Work]], rows: int) -> int:
     return min(size for size in captured if size >= rows)

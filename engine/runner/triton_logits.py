@@ -4,7 +4,7 @@ A sampled token is the same as on a CPU, to the last bit: weights are whole numb
 or rounded operations, and whole numbers have the same sum in any order. Log-probabilities need a logarithm, which
 differs between devices in the last bit of a float64; they are rounded to float32.
 
-Sampling takes three launches, and two more if a row has top_k, three more if a row has top_p. The greedy token takes
+Sampling takes three launches, and three more if a row has top_k, three more if a row has top_p. The greedy token takes
 two, changes take up to four, masks one. Nothing waits for the device.
 """
 
@@ -24,12 +24,13 @@ from ..kernels.logits import TopLogits
 from .changes import Changes, Ints, Penalties, Tokens, on_device
 from .logits import ONE, ROW_PARAMS, LogitsBackend, TorchLogits
 
-# Logits per tile, as many as the registers hold, and tiles per program, which share one table of counts.
-TILE, TILES = 2048, 8
+# Logits per tile, as many as the registers hold, and tiles per program. A program takes its tiles one by one, so they
+# are few: then a single row has a program for each multiprocessor or two.
+TILE, TILES = 2048, 2
 WARPS = 8
 ENTRIES = 256  # changes per program
 # Sizes of the kernels' tables, see engine/kernels/gpu/logits.py.
-STATE, DIGITS, COUNTS, SUMS = 2, 3, 2048, 1024
+STATE, COUNT_DIGITS, COUNTS, SUM_DIGITS, SUMS = 2, 4, 256, 3, 1024
 # A row's parameters, as the kernels read them.
 FIELDS = np.dtype(
     [
@@ -56,8 +57,8 @@ class _Memory(NamedTuple):
     """What the kernels of one call add to, zero at first. The tables are empty unless they are needed."""
 
     state: Tensor  # [rows * STATE] int64
-    counts: Tensor  # [rows * DIGITS * COUNTS] int32
-    sums: Tensor  # [rows * DIGITS * SUMS] int64
+    counts: Tensor  # [rows * COUNT_DIGITS * COUNTS] int32
+    sums: Tensor  # [rows * SUM_DIGITS * SUMS] int64
 
 
 class TritonLogits:
@@ -80,7 +81,7 @@ class TritonLogits:
         tops, ids = self._outputs(x)
         if len(x):
             state, *_ = self._memory(x)
-            launch(kernels.find_top, (len(x), self._parts), x, state, state, COUNT=False, **self._tiles)
+            launch(kernels.find_top, (len(x), self._parts), x, state, state, state, COUNT=False, **self._tiles)
             self._pick_best(state, tops, ids)
         return tops, ids
 
@@ -101,12 +102,12 @@ class TritonLogits:
         state, counts, sums = self._memory(x, counts=has_k, sums=has_p)
         weights = torch.empty_like(x)
         parts = torch.empty(grid, dtype=torch.int64, device=self.device)
-        launch(kernels.find_top, grid, x, state, counts, COUNT=has_k, **self._tiles)
-        for known in (1, 2) if has_k else ():
+        launch(kernels.find_top, grid, x, rows, state, counts, COUNT=has_k, **self._tiles)
+        for known in range(1, COUNT_DIGITS) if has_k else ():
             launch(kernels.count_digit, grid, x, rows, counts, KNOWN=known, **self._tiles)
         launch(kernels.weigh, grid, x, rows, state, counts, sums, weights, parts, SAMPLE=True, **self._in_parts)
         if has_p:
-            for known in (1, 2):
+            for known in range(1, SUM_DIGITS):
                 launch(kernels.sum_digit, grid, rows, state, sums, weights, KNOWN=known, **self._tiles)
             launch(kernels.sum_kept, grid, rows, state, sums, weights, parts, **self._in_parts)
         tops, ids = self._outputs(x)
@@ -132,12 +133,12 @@ class TritonLogits:
         fields = np.zeros(len(x), FIELDS)
         fields["coldness"], fields["top_p"], fields["top_k"] = 1.0, 1.0, count
         rows = on_device(fields.view(np.int64), self.device)
-        launch(kernels.find_top, grid, x, state, counts, COUNT=count > 0, **self._tiles)
+        launch(kernels.find_top, grid, x, rows, state, counts, COUNT=count > 0, **self._tiles)
         launch(kernels.weigh, grid, x, rows, state, counts, state, x, state, SAMPLE=False, **self._in_parts)
         self._pick_best(state, tops, ids)
         if count:
             tallies = torch.empty(*grid, 2, dtype=torch.int32, device=self.device)
-            for known in (1, 2):
+            for known in range(1, COUNT_DIGITS):
                 launch(kernels.count_digit, grid, x, rows, counts, KNOWN=known, **self._tiles)
             launch(kernels.tally, grid, x, rows, counts, tallies, **self._in_parts)
             launch(kernels.collect, grid, x, rows, state, counts, tallies, values, indices, **self._over_parts)
@@ -205,7 +206,7 @@ class TritonLogits:
         )
 
     def _memory(self, x: Tensor, *, counts: bool = False, sums: bool = False) -> _Memory:
-        sizes = STATE, DIGITS * COUNTS // 2 if counts else 0, DIGITS * SUMS if sums else 0
+        sizes = STATE, COUNT_DIGITS * COUNTS // 2 if counts else 0, SUM_DIGITS * SUMS if sums else 0
         zeros = torch.zeros(len(x) * sum(sizes), dtype=torch.int64, device=self.device)
         state, pairs, masses = zeros.split([len(x) * size for size in sizes])
         return _Memory(state, pairs.view(torch.int32), masses)

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from engine import EngineConfig, compiling
-from engine.attention import AttentionMeta, KVCache
+from engine.attention import AttentionMeta, KVCache, paged_gpu
 from engine.attention.paged_gpu import PagedGPU
 from engine.compiling import jobs
 from engine.kernels import launching
@@ -107,6 +107,7 @@ def compiled(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(JITFunction, "__getitem__", launch)
     monkeypatch.setattr(skinny, "is_dependent", lambda device: True)
+    monkeypatch.setattr(paged_gpu, "has_large_memory", lambda device: True)
     return names
 
 

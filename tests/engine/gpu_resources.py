@@ -22,14 +22,23 @@ from triton.compiler import ASTSource
 
 from engine.attention.gpu_plan import SPLIT
 from engine.attention.layer import LARGEST, AttentionLayer
-from engine.attention.paged_gpu import attend_warps, padded, power_of_two, queries_of, tile, tile_rows, warps
+from engine.attention.paged_gpu import (
+    attend_stages,
+    attend_warps,
+    padded,
+    power_of_two,
+    queries_of,
+    tile,
+    tile_rows,
+    warps,
+)
 from engine.kernels.gpu import attention, changes, experts, layers, logits, matmul, skinny
 from engine.models import gpu_experts, gpu_weights
 from engine.models import skinny as few_rows
 from engine.models.gpu_layers import GATE_TILE
 from engine.models.gpu_weights import LOOKED_UP, ROUNDED, Form, Tile
 from engine.models.on_gpu import MAX_HIDDEN
-from engine.runner.triton_logits import ENTRIES, TILE, TILES, WARPS
+from engine.runner.triton_logits import COUNT_DIGITS, ENTRIES, SUM_DIGITS, TILE, TILES, WARPS
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 NAMES = {
@@ -74,7 +83,7 @@ FUSED = (
 )  # multiplications and additions
 
 
-def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, kind: str) -> Arguments:
+def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, kind: str, arch: int) -> Arguments:
     """Return the types of the arguments and the constants of a launch, as PagedGPU makes it."""
     uniform = kind == "uniform"
     queries = 1 if kind == "decode" else queries_of(layer, dtype, uniform=uniform)
@@ -90,7 +99,7 @@ def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, kin
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "V_DIM": layer.v_head_dim,
         "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "QUERIES": queries,
         "ROWS": tile_rows(layer, queries), "SPLIT": 0 if kind == "chunk" else SPLIT,
-        "TILE": tile(layer, dtype, is_crowded=uniform and cache in LARGEST), "UNIFORM": uniform,
+        "TILE": tile(layer, dtype, is_crowded=uniform and cache in LARGEST), "UNIFORM": uniform, "SKIP": arch >= 90,
         "WINDOW": layer.window or 0, "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None,
         "SCALED": cache in LARGEST, "WIDEN": False,
     }  # fmt: skip
@@ -220,8 +229,9 @@ def sampling(vocab_size: int) -> Iterator[tuple[Any, Arguments]]:
     over = {"PARTS_P": power_of_two(parts["PARTS"]), **parts}
     for count in (False, True):
         yield logits.find_top, (LOGITS, {"COUNT": count, **tiles})
-    for known in (1, 2):
+    for known in range(1, COUNT_DIGITS):
         yield logits.count_digit, (LOGITS, {"KNOWN": known, **tiles})
+    for known in range(1, SUM_DIGITS):
         yield logits.sum_digit, (LOGITS, {"KNOWN": known, **tiles})
     for sample in (False, True):
         yield logits.weigh, (LOGITS, {"SAMPLE": sample, **parts})
@@ -245,7 +255,7 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
                 continue  # Triton does not convert these numbers there
             label = f"{name} {NAMES[dtype]} {NAMES[cache]}"
             for kind in ("decode", "chunk", "uniform"):
-                arguments = attend(each, dtype, cache, kind=kind)
+                arguments = attend(each, dtype, cache, kind=kind, arch=arch)
                 num_warps = attend_warps(each, arguments[1]["QUERIES"])
                 yield f"{kind} {label}", attention.attend, arguments, num_warps
             yield f"store {label}", attention.store, store(each, dtype, cache), 1
@@ -311,6 +321,9 @@ def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> d
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
     options = {"num_warps": num_warps, "enable_fp_fusion": kernel in FUSED and not constants.get("UNIFORM")}
+    if kernel is attention.attend:
+        is_scaled, is_large = constants["SCALED"], constants["SKIP"]
+        options["num_stages"] = attend_stages(constants["QUERIES"], is_scaled=is_scaled, is_large=is_large)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

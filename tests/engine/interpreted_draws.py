@@ -104,19 +104,21 @@ def test_replayed_draws_equal_launched_ones_for_random_parameters(recorder):
     """Padded with 0 to all but one row; with penalties, biases, masks and log-probabilities between the graphs."""
     rng = random.Random(1)
     replayed, launched = Engine(recorder), Engine(None)
-    is_random = set()
+    kinds = set()
     for seed, rows in enumerate([1, 2, 3, 4, 5, 5, 3, 1]):
         asked = [random_params(rng, VOCAB) for _ in range(rows)]
         if seed == 2:
             asked = [SamplingParams(max_tokens=9, temperature=0.0)] * rows
+        if seed == 3:
+            asked = [SamplingParams(max_tokens=9, temperature=place / 2, seed=place) for place in range(rows)]
         places = sorted(rng.sample(range(TOKENS), rows))
         before = len(recorder.replayed)
         found = replayed.tokens(asked, places, seed, masked=seed % 3 == 0)
         tapes = recorder.replayed[before:]
         assert len(tapes) == 2, "the head, and the draw"
-        is_random.add("weigh" in tapes[1].names)
+        kinds.add(("weigh" in tapes[1].names, "count_digit" in tapes[1].names))
         assert found == launched.tokens(asked, places, seed, masked=seed % 3 == 0)
-    assert is_random == {False, True}
+    assert kinds == {(False, False), (True, False), (True, True)}
 
 
 def test_more_rows_than_are_captured_and_other_memory_are_launched(recorder):

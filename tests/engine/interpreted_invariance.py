@@ -139,6 +139,16 @@ def test_attention_to_a_context_has_the_same_bits_however_its_tokens_are_divided
     torch.testing.assert_close(whole, want, rtol=0, atol=4e-3 if dtype == torch.float16 else 1e-5)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_keys_that_all_queries_see_are_not_masked_on_large_gpus_which_changes_no_bit(shape, is_invariant, monkeypatch):
+    found = []
+    for is_large in (False, True):
+        monkeypatch.setattr(paged_gpu, "has_large_memory", lambda device, is_large=is_large: is_large)
+        found.append(attended(PagedGPU(invariant=is_invariant), SHAPES[shape], DIVIDED)[0])
+    assert torch.equal(*found)
+
+
 def test_by_default_a_token_in_a_chunk_is_rounded_otherwise():
     whole, *_ = attended(PagedGPU(), SHAPES["groups"], WHOLE)
     divided, *_ = attended(PagedGPU(), SHAPES["groups"], DIVIDED)

@@ -121,7 +121,7 @@ def weights_of(x: Tensor, params: Any) -> Tensor:
     parts = torch.empty(len(x), backend._parts, dtype=torch.int64)
     rows = torch.from_numpy(triton_logits.fields_of(params, x.shape[1]).view(np.int64))
     grid = len(x), backend._parts
-    kernels.find_top[grid](x, state, counts, COUNT=False, **backend._tiles)
+    kernels.find_top[grid](x, rows, state, counts, COUNT=False, **backend._tiles)
     kernels.weigh[grid](x, rows, state, counts, sums, weights, parts, SAMPLE=True, **backend._in_parts)
     assert torch.equal(parts.sum(1), weights.long().sum(1))
     return weights
@@ -267,7 +267,7 @@ class Recorded:
         return launch
 
 
-K, P = ["count_digit", "count_digit"], ["sum_digit", "sum_digit", "sum_kept"]
+K, P = ["count_digit"] * 3, ["sum_digit", "sum_digit", "sum_kept"]
 
 
 @pytest.mark.parametrize(

@@ -192,59 +192,78 @@ def _merged(top, total, values, its_top, its_total, its_values):
 
 
 @triton.jit
+def _stored(weights_ptr, sums_ptr, index, stop, e, valid, V_DIM: tl.constexpr):
+    """Return the softmax over a part that programs have stored, see `_merged`; without scores from `stop` on."""
+    valid = valid & (index < stop)
+    # Past the first-level cache, which other programs' stores do not reach.
+    top = tl.load(weights_ptr + index * 2, mask=valid, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(weights_ptr + index * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
+    at = sums_ptr + index[:, None] * V_DIM + e[None, :]
+    values = tl.load(at, mask=valid[:, None] & (e < V_DIM)[None, :], other=0.0, cache_modifier=".cg")
+    return top, total, values
+
+
+@triton.jit
 def _attended(
-    q, position, begin, end, cache_at, scales_at, table_at, scale, softcap, cache_block, scales_block,
+    q, position, first, last, begin, end, cache_at, scales_at, table_at, scale, softcap, cache_block, scales_block,
     DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr, V_DIM_P: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
-    WIDEN: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SKIP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Return the softmax of queries [ROWS, DIM_P] over the context from `begin` to `end`, see `_merged`.
 
-    position: [ROWS], of each query. cache_at, scales_at: the KV head's share of block 0. table_at: the row's blocks.
+    position: [ROWS], of each query; first, last: of the item's queries. cache_at, scales_at: the KV head's share of
+    block 0. table_at: the row's blocks. scale is not negative.
     """
     d = tl.arange(0, DIM_P)
     e = tl.arange(0, V_DIM_P)
     t = tl.arange(0, TILE)
+    # Scores that are not seen stay -inf even if the scale is rounded to 0.
+    factor = LOG2E if SOFTCAP else tl.maximum(scale * LOG2E, 1e-30)
+    # All queries see the keys in between.
+    seen_begin = begin
+    if WINDOW:
+        seen_begin = tl.maximum(begin, last - WINDOW + 1)
+    seen_end = tl.minimum(end, first + 1)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, V_DIM_P], tl.float32)
     for at in range(begin // TILE * TILE, end, TILE):
-        key = at + t
-        live = (key >= begin) & (key < end)  # blocks before the window may be another sequence's
-        block = tl.load(table_at + key // BLOCK, mask=live, other=0).to(tl.int64)
+        # Blocks before the window may be another sequence's, so other keys are loaded instead, and not seen below.
+        key = tl.minimum(tl.maximum(at + t, begin), end - 1)
+        block = tl.load(table_at + key // BLOCK).to(tl.int64)
         offset = key % BLOCK
         share = cache_at + block * cache_block
         k_at = (share + offset * DIM)[None, :] + d[:, None]
         v_at = (share + BLOCK * DIM + offset * V_DIM)[:, None] + e[None, :]
-        k = tl.load(k_at, mask=live[None, :] & (d < DIM)[:, None], other=0.0)
-        v = tl.load(v_at, mask=live[:, None] & (e < V_DIM)[None, :], other=0.0)
+        k = tl.load(k_at, mask=(d < DIM)[:, None], other=0.0)
         if WIDEN:
             scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
         else:
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         if SCALED:
             scales = scales_at + block * scales_block + (BLOCK * (DIM + V_DIM) + 3) // 4 + offset
-            scores *= tl.load(scales, mask=live, other=0.0)[None, :]
-            v_scale = tl.load(scales + BLOCK, mask=live, other=0.0)
-        scores *= scale
+            scores *= tl.load(scales)[None, :]
         if SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-        seen = (key[None, :] <= position[:, None]) & live[None, :]
-        if WINDOW:
-            seen = seen & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores * LOG2E, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, 1))
+            scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 * scale / softcap)) + 1.0))
+        if (SKIP == 0) | (at < seen_begin) | (at + TILE > seen_end):
+            own = at + t
+            seen = (own[None, :] <= position[:, None]) & ((own >= begin) & (own < end))[None, :]
+            if WINDOW:
+                seen = seen & (own[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1) * factor)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp2(scores - shift[:, None])
+        weights = tl.exp2(scores * factor - shift[:, None])  # fused, one instruction multiplies and subtracts
         decay = tl.exp2(top - shift)
         total = total * decay + tl.sum(weights, 1)
         if SCALED:
-            weights = weights * v_scale[None, :]
+            weights = weights * tl.load(scales + BLOCK)[None, :]
+        v = tl.load(v_at, mask=(e < V_DIM)[None, :], other=0.0)
         if WIDEN:
             values = values * decay[:, None] + tl.dot(weights, v.to(tl.float32), input_precision="ieee")
         else:
-            v = v.to(q.dtype)
-            values = tl.dot(weights.to(q.dtype), v, values * decay[:, None], input_precision="ieee")
+            values = tl.dot(weights.to(q.dtype), v.to(q.dtype), values * decay[:, None], input_precision="ieee")
         top = highest
     return top, total, values
 
@@ -256,8 +275,8 @@ def attend(
     q_token, q_head, cache_block, cache_head, scales_block, scales_head, out_token,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
     V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, UNIFORM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    SCALED: tl.constexpr, WIDEN: tl.constexpr,
+    SPLIT: tl.constexpr, UNIFORM: tl.constexpr, SKIP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attend causally from the queries of work items, for the KV head of the program.
 
@@ -267,18 +286,19 @@ def attend(
     far as its row has more. sums: [parts, HEADS, V_DIM] and weights: [parts, HEADS, 2] hold the parts' results;
     arrived: [parts, KV_HEADS] counts them and is zero before and after. ROWS >= QUERIES * HEADS // KV_HEADS is the
     height of a tile. UNIFORM: an item with 0 parts is its whole context, in parts that are added up as those of several
-    items are, so that a token's sums have one order whatever its row is. WIDEN: multiply in float32, as the interpreter
+    items are, so that a token's sums have one order whatever its row is. SKIP: do not mask the keys of tiles that all
+    queries see, which changes no result. WIDEN: multiply in float32, as the interpreter
     must.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)  # first, so that programs without items start after those that have one
     count = tl.load(work_ptr)
     table_row = tl.load(work_ptr + 1)
     m = tl.arange(0, ROWS)
     d = tl.arange(0, DIM_P)
     e = tl.arange(0, V_DIM_P)
     head = kv_head * GROUP + m % GROUP
-    for item in range(tl.program_id(0), count, tl.num_programs(0)):
+    for item in range(tl.program_id(1), count, tl.num_programs(1)):
         work = work_ptr + (item + 1) * ITEM
         row = tl.load(work)
         first_query = tl.load(work + 1)
@@ -294,6 +314,7 @@ def attend(
         first = length - new + first_query
         begin = 0
         end = tl.minimum(length, first + QUERIES)
+        last = end - 1  # the position of the last query
         if WINDOW:
             begin = tl.maximum(0, first - WINDOW + 1)
         cache_at = cache_ptr + kv_head * cache_head
@@ -313,9 +334,9 @@ def attend(
                 end = tl.minimum(end, low + SPLIT)
             for since in range(low, end, SPLIT):
                 its_top, its_total, its_values = _attended(
-                    q, position, tl.maximum(begin, since), tl.minimum(end, since + SPLIT), cache_at, scales_at,
-                    table_at, scale, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, ROWS, TILE,
-                    WINDOW, SOFTCAP, SCALED, WIDEN,
+                    q, position, first, last, tl.maximum(begin, since), tl.minimum(end, since + SPLIT), cache_at,
+                    scales_at, table_at, scale, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P,
+                    BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP, SCALED, WIDEN,
                 )  # fmt: skip
                 top, total, values = _merged(top, total, values, its_top, its_total, its_values)
         else:
@@ -323,9 +344,8 @@ def attend(
                 begin = tl.maximum(begin, low)
                 end = tl.minimum(end, low + SPLIT)
             top, total, values = _attended(
-                q, position, begin, end, cache_at, scales_at,
-                table_at, scale, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, ROWS, TILE,
-                WINDOW, SOFTCAP, SCALED, WIDEN,
+                q, position, first, last, begin, end, cache_at, scales_at, table_at, scale, softcap, cache_block,
+                scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP, SCALED, WIDEN,
             )  # fmt: skip
         missing = row - row  # parts that have not been stored yet
         if SPLIT:
@@ -345,18 +365,26 @@ def attend(
                     top = tl.full([ROWS], float("-inf"), tl.float32)
                     total = tl.zeros([ROWS], tl.float32)
                     values = tl.zeros([ROWS, V_DIM_P], tl.float32)
-                    for other in range(0, parts):
+                    # Several are loaded at once, as far as no registers spill: a load takes longer than the sums.
+                    AHEAD: tl.constexpr = 1 if ROWS * V_DIM_P > 4096 else 4 if ROWS * V_DIM_P > 1024 else 2
+                    stop = (base + parts).to(tl.int64) * HEADS
+                    for other in range(0, parts, AHEAD):
                         index = (base + other).to(tl.int64) * HEADS + head
-                        # Past the first-level cache, which other programs' stores do not reach.
-                        its_top = tl.load(
-                            weights_ptr + index * 2, mask=valid, other=float("-inf"), cache_modifier=".cg"
-                        )
-                        its_total = tl.load(weights_ptr + index * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
-                        its_values = tl.load(
-                            sums_ptr + index[:, None] * V_DIM + e[None, :],
-                            mask=valid[:, None] & (e < V_DIM)[None, :], other=0.0, cache_modifier=".cg",
-                        )  # fmt: skip
-                        top, total, values = _merged(top, total, values, its_top, its_total, its_values)
+                        a_top, a_total, a_values = _stored(weights_ptr, sums_ptr, index, stop, e, valid, V_DIM)
+                        if AHEAD > 1:
+                            index += HEADS
+                            b_top, b_total, b_values = _stored(weights_ptr, sums_ptr, index, stop, e, valid, V_DIM)
+                        if AHEAD > 2:
+                            index += HEADS
+                            c_top, c_total, c_values = _stored(weights_ptr, sums_ptr, index, stop, e, valid, V_DIM)
+                            index += HEADS
+                            d_top, d_total, d_values = _stored(weights_ptr, sums_ptr, index, stop, e, valid, V_DIM)
+                        top, total, values = _merged(top, total, values, a_top, a_total, a_values)
+                        if AHEAD > 1:
+                            top, total, values = _merged(top, total, values, b_top, b_total, b_values)
+                        if AHEAD > 2:
+                            top, total, values = _merged(top, total, values, c_top, c_total, c_values)
+                            top, total, values = _merged(top, total, values, d_top, d_total, d_values)
         if missing == 0:
             if SINKS:
                 sink = tl.load(sinks_ptr + head, mask=valid, other=0.0) * LOG2E

@@ -6,7 +6,7 @@ a part is TILES tiles of TILE logits. The parts of a row are combined by atomic 
 not depend on the order, so nothing depends on the other rows either.
 
 top_k and top_p are thresholds, found digit by digit instead of by sorting: numbers are mapped to integer keys in the
-same order, a first pass counts the keys, or adds up the weights, by the key's first digit, and two more passes do so by
+same order, a first pass counts the keys, or adds up the weights, by the key's first digit, and further passes do so by
 the next digit, for the keys that begin with the threshold's digits so far.
 """
 
@@ -21,12 +21,11 @@ FIELDS = tl.constexpr(5)
 COLDNESS, TOP_P, UNIFORM, FLOOR, TOP_K = (tl.constexpr(field) for field in range(5))
 # Numbers of a row in `state`: its largest logit and the index, see `_packed`, and the sum of its weights.
 STATE = tl.constexpr(2)
-# A logit's key has 32 bits, in digits of 11, 11 and 10.
-COUNTS, LAST_COUNTS = tl.constexpr(2048), tl.constexpr(1024)
+# A logit's key has 32 bits, in four digits of 8: what tl.histogram takes for a number is proportional to the bins.
+COUNTS, COUNT_DIGITS = tl.constexpr(256), tl.constexpr(4)
 # A weight's key is the difference of its bits from those of the smallest weight: 29 bits, in digits of 10, 10 and 9.
-SUMS, LAST_SUMS = tl.constexpr(1024), tl.constexpr(512)
+SUMS, LAST_SUMS, SUM_DIGITS = tl.constexpr(1024), tl.constexpr(512), tl.constexpr(3)
 SMALLEST = tl.constexpr(0x3F800000)  # the bits of 1.0
-DIGITS = tl.constexpr(3)
 LOWEST = tl.constexpr(-(1 << 31))  # below all keys of logits
 
 ONE = tl.constexpr(float(1 << 44))  # the weight of the most likely token
@@ -122,11 +121,11 @@ def _bin(sums_ptr, need, BINS: tl.constexpr):
 
 
 @triton.jit
-def _threshold(sums_ptr, need, BINS: tl.constexpr, LAST: tl.constexpr, FIRST: tl.constexpr, KNOWN: tl.constexpr):
+def _threshold(sums_ptr, need, BINS: tl.constexpr, THIRD: tl.constexpr, FIRST: tl.constexpr, KNOWN: tl.constexpr):
     """Return the first KNOWN digits of the largest key such that all keys from it up sum to `need`, and the rest.
 
-    The rest is what the keys that begin with these digits must sum to. sums: [DIGITS, BINS]. The first digit is counted
-    from FIRST, and the last digit has LAST values.
+    The rest is what the keys that begin with these digits must sum to. sums: [digits, BINS]. The first digit is counted
+    from FIRST, and the third digit has THIRD values.
     """
     digit, need = _bin(sums_ptr, need, BINS)
     key = digit + FIRST
@@ -135,15 +134,18 @@ def _threshold(sums_ptr, need, BINS: tl.constexpr, LAST: tl.constexpr, FIRST: tl
         key = key * BINS + digit
     if KNOWN > 2:
         digit, need = _bin(sums_ptr + 2 * BINS, need, BINS)
-        key = key * LAST + digit
+        key = key * THIRD + digit
+    if KNOWN > 3:
+        digit, need = _bin(sums_ptr + 3 * BINS, need, BINS)
+        key = key * BINS + digit
     return key, need
 
 
 @triton.jit
 def _kth(counts_ptr, row, k, KNOWN: tl.constexpr):
     """Return the first KNOWN digits of the k-th largest logit's key, and how many of those with them are needed."""
-    counts_ptr += row * (DIGITS * COUNTS)
-    return _threshold(counts_ptr, k.to(tl.int32), COUNTS, LAST_COUNTS, -COUNTS // 2, KNOWN)
+    counts_ptr += row * (COUNT_DIGITS * COUNTS)
+    return _threshold(counts_ptr, k.to(tl.int32), COUNTS, COUNTS, -COUNTS // 2, KNOWN)
 
 
 @triton.jit
@@ -151,7 +153,7 @@ def _mass(state_ptr, sums_ptr, row, top_p, KNOWN: tl.constexpr):
     """Return the first KNOWN digits of the key of the smallest weight that top_p needs."""
     total = tl.load(state_ptr + row * STATE + 1)
     need = tl.minimum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), total)
-    sums_ptr += row * (DIGITS * SUMS)
+    sums_ptr += row * (SUM_DIGITS * SUMS)
     key, _ = _threshold(sums_ptr, tl.maximum(need, 1), SUMS, LAST_SUMS, 0, KNOWN)
     return key
 
@@ -162,20 +164,24 @@ def _floor(rows_ptr, state_ptr, sums_ptr, row):
     floor = tl.load(rows_ptr + row * FIELDS + FLOOR)
     top_p = tl.load(rows_ptr + row * FIELDS + TOP_P).to(tl.float64, bitcast=True)
     if top_p < 1.0:
-        key = _mass(state_ptr, sums_ptr, row, top_p, DIGITS)
+        key = _mass(state_ptr, sums_ptr, row, top_p, SUM_DIGITS)
         floor = tl.maximum(floor, (key + SMALLEST).to(tl.float32, bitcast=True).to(tl.int64))
     return floor
 
 
 @triton.jit
 def find_top(
-    x_ptr, state_ptr, counts_ptr, SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COUNT: tl.constexpr
-):
-    """Find each row's largest logit, the lowest of several; NaN is the largest. COUNT: count the keys' first digits.
+    x_ptr, rows_ptr, state_ptr, counts_ptr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Find each row's largest logit, the lowest of several; NaN is the largest.
 
-    state: [rows, STATE] int64. counts: [rows, DIGITS, COUNTS] int32. Both are zero before.
+    COUNT: count the first digits of the keys of rows with top_k. state: [rows, STATE] int64. counts: [rows,
+    COUNT_DIGITS, COUNTS] int32. Both are zero before.
     """
     row = tl.program_id(0).to(tl.int64)
+    if COUNT:
+        has_k = tl.load(rows_ptr + row * FIELDS + TOP_K) > 0
     first = tl.program_id(1) * (TILE * TILES)
     best = tl.zeros([TILE], tl.int64)
     counts = tl.zeros([COUNTS], tl.int32)
@@ -185,11 +191,12 @@ def find_top(
         key = _key(tl.load(x_ptr + row * SIZE + i, mask=live, other=float("-inf")))
         best = tl.maximum(best, tl.where(live, _packed(key, i), 0))
         if COUNT:
-            counts += tl.histogram((key >> 21) + COUNTS // 2, COUNTS, mask=live)
+            if has_k:
+                counts += tl.histogram((key >> 24) + COUNTS // 2, COUNTS, mask=live)
     tl.atomic_max(state_ptr + row * STATE, tl.max(best, 0), sem="relaxed")
     if COUNT:
         bins = tl.arange(0, COUNTS)
-        tl.atomic_add(counts_ptr + row * (DIGITS * COUNTS) + bins, counts, mask=counts > 0, sem="relaxed")
+        tl.atomic_add(counts_ptr + row * (COUNT_DIGITS * COUNTS) + bins, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
@@ -207,12 +214,10 @@ def count_digit(
             i = first + tile * TILE + tl.arange(0, TILE)
             live = i < SIZE
             key = _key(tl.load(x_ptr + row * SIZE + i, mask=live, other=float("-inf")))
-            if KNOWN == 1:
-                counts += tl.histogram((key >> 10) & (COUNTS - 1), COUNTS, mask=live & ((key >> 21) == prefix))
-            else:
-                counts += tl.histogram(key & (LAST_COUNTS - 1), COUNTS, mask=live & ((key >> 10) == prefix))
+            begins = live & ((key >> (32 - 8 * KNOWN)) == prefix)
+            counts += tl.histogram((key >> (24 - 8 * KNOWN)) & (COUNTS - 1), COUNTS, mask=begins)
         bins = tl.arange(0, COUNTS)
-        to = counts_ptr + row * (DIGITS * COUNTS) + KNOWN * COUNTS
+        to = counts_ptr + row * (COUNT_DIGITS * COUNTS) + KNOWN * COUNTS
         tl.atomic_add(to + bins, counts, mask=counts > 0, sem="relaxed")
 
 
@@ -227,7 +232,7 @@ def weigh(
     """Add up the weights of each row's logits. SAMPLE: of those that top_k keeps, and store them.
 
     weights: [rows, SIZE] float32. parts: [rows, PARTS] int64, the sums of the weights that min_p keeps. sums: [rows,
-    DIGITS, SUMS] int64, zero before: with top_p, the weights are added up by their first digit as well.
+    SUM_DIGITS, SUMS] int64, zero before: with top_p, the weights are added up by their first digit as well.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -240,7 +245,7 @@ def weigh(
         if SAMPLE:
             k = tl.load(rows_ptr + row * FIELDS + TOP_K)
             if k > 0:
-                lowest, _rest = _kth(counts_ptr, row, k, DIGITS)
+                lowest, _rest = _kth(counts_ptr, row, k, COUNT_DIGITS)
         total = tl.zeros([TILE], tl.int64)
         kept = tl.zeros([TILE], tl.int64)
         for tile in range(TILES):
@@ -255,7 +260,7 @@ def weigh(
                 tl.store(weights_ptr + row * SIZE + i, weight, mask=live)
                 if top_p < 1.0:
                     digit = (weight.to(tl.int32, bitcast=True) - SMALLEST) >> 19
-                    tl.atomic_add(sums_ptr + row * (DIGITS * SUMS) + digit, whole, mask=whole > 0, sem="relaxed")
+                    tl.atomic_add(sums_ptr + row * (SUM_DIGITS * SUMS) + digit, whole, mask=whole > 0, sem="relaxed")
         tl.atomic_add(state_ptr + row * STATE + 1, tl.sum(total, 0), sem="relaxed")
         if SAMPLE:
             tl.store(parts_ptr + row * PARTS + part, tl.sum(kept, 0))
@@ -272,7 +277,7 @@ def sum_digit(
     top_p = tl.load(rows_ptr + row * FIELDS + TOP_P).to(tl.float64, bitcast=True)
     if is_finite & (tl.load(rows_ptr + row * FIELDS + COLDNESS).to(tl.float64, bitcast=True) > 0.0) & (top_p < 1.0):
         prefix = _mass(state_ptr, sums_ptr, row, top_p, KNOWN)
-        to = sums_ptr + row * (DIGITS * SUMS) + KNOWN * SUMS
+        to = sums_ptr + row * (SUM_DIGITS * SUMS) + KNOWN * SUMS
         for tile in range(TILES):
             i = tl.program_id(1) * (TILE * TILES) + tile * TILE + tl.arange(0, TILE)
             weight = tl.load(weights_ptr + row * SIZE + i, mask=i < SIZE, other=0.0)
@@ -358,7 +363,7 @@ def tally(
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    kth, _ = _kth(counts_ptr, row, tl.load(rows_ptr + row * FIELDS + TOP_K), DIGITS)
+    kth, _ = _kth(counts_ptr, row, tl.load(rows_ptr + row * FIELDS + TOP_K), COUNT_DIGITS)
     larger = tl.zeros([TILE], tl.int32)
     equal = tl.zeros([TILE], tl.int32)
     for tile in range(TILES):
@@ -385,7 +390,7 @@ def collect(
     _, is_finite, _ = _top(state_ptr, row)
     if is_finite:
         k = tl.load(rows_ptr + row * FIELDS + TOP_K)
-        kth, num_equal = _kth(counts_ptr, row, k, DIGITS)
+        kth, num_equal = _kth(counts_ptr, row, k, COUNT_DIGITS)
         other = tl.arange(0, PARTS_P)
         counts = parts_ptr + (row * PARTS + other) * 2
         larger = tl.sum(tl.load(counts, mask=other < part, other=0), 0)

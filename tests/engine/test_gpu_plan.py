@@ -1,0 +1,45 @@
+"""The work items of a step, against lists that are written row by row."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.attention import AttentionMeta, gpu_plan
+from engine.attention.gpu_plan import Plan
+
+Items = list[tuple[int, ...]]
+
+
+def obvious(rows: list[tuple[int, int]], window: int | None, queries: int) -> tuple[list[Items], Items]:
+    """Return the items of each launch of decodes, and those of longer rows, for rows of (cached tokens, new ones)."""
+    decodes: list[Items] = [[]]
+    chunks = []
+    for row, (cached, new) in enumerate(rows):
+        if new == 1:
+            begin = 0 if window is None else max(0, cached + 1 - window) // gpu_plan.SPLIT
+            count = -(-(cached + 1) // gpu_plan.SPLIT) - begin
+            if decodes[-1] and len(decodes[-1]) + count > gpu_plan.MAX_PARTS:
+                decodes.append([])
+            base = len(decodes[-1])
+            decodes[-1] += [(row, 0, part, count, base) for part in range(count)]
+        else:
+            chunks += [(cached + first, row, first) for first in range(0, new, queries)]
+    return [items for items in decodes if items], [(row, first) for _, row, first in sorted(chunks, reverse=True)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_part_of_a_step_is_an_item(seed, monkeypatch):
+    draw = random.Random(seed)
+    monkeypatch.setattr(gpu_plan, "SPLIT", draw.choice([32, 256]))
+    monkeypatch.setattr(gpu_plan, "MAX_PARTS", draw.choice([4, 50, 4096]))
+    rows = [(draw.randrange(2000), draw.choice([0, 1, 1, 1, 1, 5, 70, 300])) for _ in range(draw.randrange(1, 12))]
+    plan = Plan(AttentionMeta.of([([0] * 150, *row) for row in rows], 16))
+    for window, queries in ((None, 8), (None, 1), (draw.randrange(1, 600), 16)):
+        launches, chunks = obvious(rows, window, queries)
+        decodes, longer = plan.on_host((window, queries))
+        assert [work.num_parts for work in decodes] == [len(items) for items in launches]
+        for work, items in zip([*decodes, *longer], [*launches, chunks] if chunks else launches, strict=True):
+            assert work.table[0].tolist()[:2] == [len(items), 150]
+            assert [tuple(item) for item in work.table[1:].tolist()] == [(*each, *[0] * 8)[:8] for each in items]
