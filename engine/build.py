@@ -136,9 +136,14 @@ def _when_idle(runner: Runner, info: EngineInfo) -> Callable[[], bool] | None:
     return lambda: memory.measure("cpu").available > SPARED_BYTES and population.advance()
 
 
-def _load_grammars(config: EngineConfig, width: int) -> Grammars:
-    from .grammar.grammars import Grammars  # needs llguidance, which a runner alone does not
-
+def _load_grammars(config: EngineConfig, width: int) -> Grammars | None:
+    """Return what compiles grammars; None without llguidance, which everything else can do without."""
+    try:
+        from .grammar.grammars import Grammars
+    except ModuleNotFoundError as error:
+        if error.name != "llguidance":
+            raise
+        return None
     return Grammars(config, width)
 
 

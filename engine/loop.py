@@ -241,7 +241,7 @@ class EngineLoop:
         """Compile a request's grammar, then put it into the queue."""
         try:
             if self.grammars is None:
-                raise GrammarError("this engine has no support for grammars")
+                raise GrammarError("grammars need llguidance, which is not installed")
             matcher = await self.grammars.compile(request)
             forced = matcher.begin(self.scheduler.output_limit(request) - 1)
         except GrammarError as error:

@@ -164,7 +164,7 @@ def graphs(built: Built) -> dict[str, Any]:
 def products(built: Built) -> Iterator[dict[str, Any]]:
     """Yield the microseconds of a layer's products of few rows by torch and with each tile, as at start."""
     model = built.runner.model
-    if not isinstance(model, Decoder) or model.spec.decoder is None or not is_measurable(built.runner.device):
+    if not isinstance(model, Decoder) or model.spec.decoder is None or not is_measurable(model.embedding.weight):
         return
     if not all(linear.is_plain for layer in model.layers for linear in layer.linears):
         return

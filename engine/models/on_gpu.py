@@ -147,7 +147,7 @@ def choose(model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotarie
     assert model.decoder is not None
     are_plain = all(linear.is_plain for layer in layers for linear in layer.linears)
     are_plain &= model.decoder.norms == BEFORE  # our kernel adds to the residual stream what has no norm
-    if not are_plain or not is_measurable(embedding.weight.device):
+    if not are_plain or not is_measurable(embedding.weight):
         return {}
     parts = model, embedding, layers, rotaries
     tried: set[Tiles] = set()
@@ -173,7 +173,7 @@ def _fastest(times: Mapping[str, Times]) -> Tiles:
 def choose_head(head: Linear) -> None:
     """Let our kernel compute the logits of few rows where it is faster than torch, after a trial."""
     weight = head.weight
-    if not head.is_plain or not is_measurable(weight.device):
+    if not head.is_plain or not is_measurable(weight):
         return
     chosen: dict[int, Tile | None] = {}
     with torch.inference_mode():

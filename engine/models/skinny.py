@@ -157,9 +157,10 @@ def is_dependent(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(None if device.type == "meta" else device) >= DEPENDENT_CAPABILITY
 
 
-def is_measurable(device: torch.device) -> bool:
-    """Return whether products can be timed on a device, which is a GPU."""
-    return device.type == "cuda" and not is_interpreted()
+def is_measurable(weight: Tensor) -> bool:
+    """Return whether our kernel's products with a weight can be timed: on a GPU, and not in float32, for whose numbers
+    its tiles are too large."""
+    return weight.is_cuda and not is_interpreted() and weight.itemsize == 2
 
 
 Times = Mapping[Tile | None, float]  # of a product in seconds, with each tile and by torch (None)

@@ -104,7 +104,7 @@ def test_the_head_of_few_rows_is_computed_by_what_was_faster(monkeypatch):
     head.weight.copy_(numbers(50, 64))
     for module in (on_gpu, skinny):
         monkeypatch.setattr(module, "CANDIDATES", {1: (SMALL,), 16: (SMALL,)})
-    monkeypatch.setattr(on_gpu, "is_measurable", lambda device: True)
+    monkeypatch.setattr(on_gpu, "is_measurable", lambda weight: True)
     monkeypatch.setattr(on_gpu, "seconds", lambda works, device: next(times))
     on_gpu.choose_head(head)
     used = []
@@ -190,7 +190,7 @@ def test_the_number_of_rows_and_the_measured_times_choose_the_tiles():
 def measurable(monkeypatch):
     """Let products be chosen as on a GPU, by these times."""
     times = {None: 2.0, SMALL: 1.0}
-    monkeypatch.setattr(on_gpu, "is_measurable", lambda device: True)
+    monkeypatch.setattr(on_gpu, "is_measurable", lambda weight: True)
     monkeypatch.setattr(on_gpu, "choose_head", lambda head: None)
     only_small(monkeypatch)
     found = {**dict.fromkeys(Tiles._fields, times), "down": {None: 1.0}, "addition": {None: 0.5}}

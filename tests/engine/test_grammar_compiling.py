@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 
 import pytest
@@ -43,6 +44,16 @@ async def test_compiled_grammars_are_kept_within_bytes(monkeypatch):
         await grammars.compile(request(1, ("choice", json.dumps([f"value {i} {k}" for k in range(3000)]))))
     assert len(grammars.quick.known) == 1
     grammars.close()
+
+
+async def test_without_the_library_only_requests_with_a_grammar_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.delitem(sys.modules, "engine.grammar.grammars")
+    async with LocalEngine(CONFIG) as engine:
+        refused = await deltas(engine, request(1, ("regex", "a+")))
+        assert (refused[-1].finish_reason, refused[-1].field) == ("error", "grammar")
+        assert refused[-1].error == "grammars need llguidance, which is not installed"
+        assert (await output(engine, request(2, None)))[0]
 
 
 async def test_invalid_grammar_is_compiled_once(monkeypatch):
