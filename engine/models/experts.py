@@ -95,7 +95,10 @@ class Experts:
         mixture = self.mixture() if routed is None else None
         if mixture is not None:
             return self._mixed(mixture, x, residual)
-        weights, chosen = self.route(x if routed is None else routed)
+        return self.weighted(x, residual, *self.route(x if routed is None else routed))
+
+    def weighted(self, x: Tensor, residual: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return the same with these weights of each token's experts, and their numbers; see `route`."""
         active = self.spec.active
         order = chosen.flatten().argsort(stable=True)  # the places of each expert's tokens
         results = x.new_empty(len(order), x.shape[1])

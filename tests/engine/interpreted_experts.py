@@ -212,6 +212,15 @@ def load(folder: Any, dtype: str = "float32", **settings: Any) -> Decoder:
     return model
 
 
+def test_a_trial_finds_products_and_choices_that_are_wrong(monkeypatch):
+    experts = experts_of(sigmoids=Sigmoids(1, 1, 2.5), scale=0.5)
+    assert gpu_experts.trial(experts, "silu") is None
+    assert "wrong results of experts" in str(gpu_experts.trial(experts, "gelu"))
+    choose = RoutedExperts.choose
+    monkeypatch.setattr(RoutedExperts, "choose", lambda self, logits: choose(self, -logits))
+    assert "wrong results of experts" in str(gpu_experts.trial(experts, "silu"))
+
+
 def test_a_layer_of_experts_takes_twelve_launches(tmp_path, monkeypatch):
     model, calls = load(make("mixtral", tmp_path)), Calls()
     for module, names in (
