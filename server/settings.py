@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PREFIX = "PEQUOD_"
 GGUF_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
+OFFLINE = "HF_HUB_OFFLINE"  # which --local-files-only sets
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -319,7 +320,7 @@ def with_flags(text: object) -> str:
             return match[0]
         return flag(ENGINE_SETTINGS[name]) + ("" if value is None else f" {value}")
 
-    return NAMED.sub(replacement, str(text))
+    return NAMED.sub(replacement, str(text)).replace(f"{OFFLINE} is set", f"--local-files-only or {OFFLINE} is set")
 
 
 def _extra(name: str) -> dict[str, Any]:
