@@ -318,9 +318,17 @@ def with_flags(text: object) -> str:
         name, value = match.groups()
         if name not in ENGINE_SETTINGS:
             return match[0]
+        if value is not None and metavar(ENGINE_SETTINGS[name]) == "SIZE" and value.isdecimal():
+            value = in_units(int(value))
         return flag(ENGINE_SETTINGS[name]) + ("" if value is None else f" {value}")
 
     return NAMED.sub(replacement, str(text)).replace(f"{OFFLINE} is set", f"--local-files-only or {OFFLINE} is set")
+
+
+def in_units(num_bytes: int) -> str:
+    """Return a size as a setting may have it: 19GiB, 11MiB, or a number of bytes."""
+    units = ((30, "GiB"), (20, "MiB"))
+    return next((f"{num_bytes >> n}{unit}" for n, unit in units if num_bytes % (1 << n) == 0), str(num_bytes))
 
 
 def _extra(name: str) -> dict[str, Any]:

@@ -266,7 +266,7 @@ def test_the_settings_page_has_every_setting_with_its_default(group):
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ("set `max_len`, or `kv_cache_memory=1048576`", "set --max-model-len, or --kv-cache-memory 1048576"),
+        ("set `max_len`, or `kv_cache_memory=1048576`", "set --max-model-len, or --kv-cache-memory 1MiB"),
         ("leave `implementation` to auto", "leave --model-impl to auto"),
         ("x is not here, and HF_HUB_OFFLINE is set", "x is not here, and --local-files-only or HF_HUB_OFFLINE is set"),
         ("the model `x` of `products` has no `y=1`", "the model `x` of `products` has no `y=1`"),
