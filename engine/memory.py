@@ -358,15 +358,16 @@ def _tries(
             return None
 
     if requested.kv_cache_memory and (plan := works(kv_cache_memory=None)):
-        tries.append(f"no `kv_cache_memory`: the KV cache is then {_gb(plan.kv_cache_bytes)}, {plan.num_tokens} tokens")
+        tries.append(f"remove `kv_cache_memory`: it is then {_gb(plan.kv_cache_bytes)}, {plan.num_tokens} tokens")
     if requested.num_blocks and (plan := works(num_blocks=None)):
-        tries.append(f"no `num_blocks`: there are then {plan.num_blocks} blocks, {plan.num_tokens} tokens")
+        tries.append(f"remove `num_blocks`: there are then {plan.num_blocks} blocks, {plan.num_tokens} tokens")
     if requested.max_len and (plan := works(max_len=None)) and plan.max_len < config.max_len:
         tries.append(f"`max_len={plan.max_len}`, a request of which length the KV cache then holds")
     if machine.kind == "cpu" and requested.num_blocks is None:
         cache = _cache_that_fits(spec, config, machine, backend)
         if cache != requested.kv_cache_memory and (plan := works(kv_cache_memory=cache)):
-            tries.append(f"`kv_cache_memory={cache}`, which can be had now and makes {plan.num_tokens} tokens")
+            most = "at most " * (cache < (requested.kv_cache_memory or 0))
+            tries.append(f"{most}`kv_cache_memory={cache}`, which is free now and makes {plan.num_tokens} tokens")
     if machine.kind == "cuda":
         more = [share for share in (0.95, 0.98) if share > requested.gpu_memory_utilization]
         tries += [f"`gpu_memory_utilization={share}`" for share in more if works(gpu_memory_utilization=share)][:1]
@@ -392,7 +393,8 @@ def _tries(
         tries.append(f"`max_seqs={seqs}` `max_batched_tokens={tokens}`, so that a step takes less memory")
 
     # Alternatives that always exist: another machine, model or device.
-    share = CPU_SHARE if machine.kind == "cpu" else requested.gpu_memory_utilization
+    on_cpu = machine.share if requested.kv_cache_memory else CPU_SHARE  # half is only the default
+    share = on_cpu if machine.kind == "cpu" else requested.gpu_memory_utilization
     where = "a machine" if machine.kind == "cpu" else "a GPU"
     tries.append(f"{where} with at least {_gb_up(needed / share)} of memory")
     params = (_budget(machine, requested) - (needed - spec.weights_bytes)) / 2
@@ -409,11 +411,13 @@ def _tries(
 
 
 def _cache_that_fits(spec: ModelSpec, config: EngineConfig, machine: Machine, backend: type[AttentionBackend]) -> int:
-    """Return the size of a cache for one request of full length, or else 90 % of what is free; in whole MiB."""
+    """Return the size of a cache for one request of full length, or 90 % of what is free if more is configured."""
     assert config.max_len and config.max_batched_tokens
     free = 0.9 * (_usable(machine) - spec.weights_bytes - activation_bytes(spec, config, backend))
     block_bytes = spec.groups.block_bytes(config.block_size, spec.kv_bytes_per_token)
     full = block_bytes * (1 + spec.groups.blocks_for(config.max_len, config.block_size, config.max_batched_tokens))
+    if (config.kv_cache_memory or 0) > free > 4 << 30:
+        return int(free) >> 30 << 30
     return max(1, int(min(free, full + (1 << 20))) >> 20) << 20
 
 

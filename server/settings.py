@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PREFIX = "PEQUOD_"
 GGUF_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
+OFFLINE = "HF_HUB_OFFLINE"  # which --local-files-only sets
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -317,9 +318,17 @@ def with_flags(text: object) -> str:
         name, value = match.groups()
         if name not in ENGINE_SETTINGS:
             return match[0]
+        if value is not None and metavar(ENGINE_SETTINGS[name]) == "SIZE" and value.isdecimal():
+            value = in_units(int(value))
         return flag(ENGINE_SETTINGS[name]) + ("" if value is None else f" {value}")
 
-    return NAMED.sub(replacement, str(text))
+    return NAMED.sub(replacement, str(text)).replace(f"{OFFLINE} is set", f"--local-files-only or {OFFLINE} is set")
+
+
+def in_units(num_bytes: int) -> str:
+    """Return a size as a setting may have it: 19GiB, 11MiB, or a number of bytes."""
+    units = ((30, "GiB"), (20, "MiB"))
+    return next((f"{num_bytes >> n}{unit}" for n, unit in units if num_bytes % (1 << n) == 0), str(num_bytes))
 
 
 def _extra(name: str) -> dict[str, Any]:

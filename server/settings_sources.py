@@ -131,5 +131,8 @@ def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
     where = sources[name].removeprefix("flag ").removeprefix("env ")
     shown = str(error["input"])
     value = "" if name in SECRET or len(shown) > 64 or kind.startswith("string_") else f" {shown}"
+    if value and text.startswith("must "):
+        text, semicolon, advice = text.partition("; ")
+        return f"{where} {text}, not{value}{semicolon}{advice}"
     joint = ":" if value and not text.startswith("is ") else ""
     return f"{where}{joint}{value} {text}"

@@ -120,7 +120,14 @@ def _without_anchors(pattern: str) -> str:
 
 
 def shown(message: str) -> str:
-    """Shorten an error of llguidance: the first line, without advice to programmers and long quotations."""
-    first = " ".join((message.strip().splitlines() or ["it cannot be read"])[0].split())
+    """Shorten an error of llguidance: the first line, without advice to programmers and long quotations.
+
+    An error of its library for regular expressions is a drawing, and a later line has the reason.
+    """
+    lines = message.strip().splitlines() or ["it cannot be read"]
+    first = " ".join(lines[0].split())
+    reason = next((line.strip() for line in lines if line.strip().startswith("error: ")), "")
+    if reason and first.endswith("regex parse error:"):
+        first = first.removesuffix("regex parse error:") + reason.removeprefix("error: ")
     first = QUOTED.sub(r"\1...\1", first.partition(". Enable '")[0]).rstrip(".:")
     return first if len(first) <= MAX_SHOWN else first[: MAX_SHOWN - 3] + "..."

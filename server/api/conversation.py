@@ -26,7 +26,7 @@ def check_choice(choice: Any, chosen: Collection[str], names: Collection[str]) -
     if not names:
         raise clash("must be absent, none or auto where there are no tools")
     if not {*chosen} <= {*names}:
-        raise clash("must name functions that are among the tools")
+        raise clash("names a function that is not in `tools`")
 
 
 def calling_of(

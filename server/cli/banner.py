@@ -24,8 +24,9 @@ QUESTION = "What is continuous batching?"
 NOTES = {
     "builtin": "This small model was trained for demonstration: it can answer a few questions about Pequod, no more."
     " `pequod pull smollm2` downloads a chat model of 94 MB, which is then the default.",
-    "smollm2": "This small model is served when none is named. A larger one, named as MODEL, answers better.",
+    "smollm2": "This model is small: a larger one, named as MODEL, answers better.",
 }
+NAMES = "; names with a dot, such as host.docker.internal, need --allowed-hosts or an API key"
 EXACT = "exact: a request has the same bits alone and in any batch"
 INEXACT = "equal up to rounding: a batch's other requests can change the last bits of a sum"
 
@@ -115,7 +116,8 @@ def facts(info: EngineInfo, settings: Settings, where: tuple[str, int] | Path, s
         ("started", f"in {seconds:.1f} s, of which loading took {info.load_seconds:.1f} s"),
     ]
     if settings.host in ANYWHERE and settings.uds is None:
-        lines.append(("network", f"listens on every address of this machine, port {base.rsplit(':', 1)[1]}"))
+        names = "" if settings.hosts is not None or settings.allows_any_host else NAMES
+        lines.append(("network", f"listens on every address of this machine, port {base.rsplit(':', 1)[1]}{names}"))
     if not settings.keys and not settings.is_loopback:
         lines.append(("warning", "anyone who can reach this port can use the server; set --api-key"))
     if info.product_note:

@@ -58,7 +58,7 @@ async def output_shape(
     calling = conversation.calling
     if grammar is not None and grammar.is_raw:
         if calling is not None and calling.is_required:
-            message = f"Invalid '{grammar.field}': must be absent where tool_choice requires a call."
+            message = f"Invalid '{grammar.field}': cannot be combined with a tool_choice that requires a call."
             raise invalid(message, grammar.field)
         return Shape(formats, grammar, opened, calling)
     is_constrained = grammar is not None or (calling is not None and calling.is_required)
@@ -143,7 +143,7 @@ def check_accepts_grammars(
     # The text that a stop string cuts off may be what makes the completion valid.
     for name, value in (("min_tokens", request.min_tokens), (request.stop_field, request.stops)):
         if value and not is_free:
-            message = f"Invalid '{name}': must be absent where the completion has to follow a grammar."
+            message = f"Invalid '{name}': cannot be combined with structured output or a forced tool call."
             raise invalid(message, name)
 
 

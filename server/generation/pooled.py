@@ -52,7 +52,8 @@ class Pool(Generic[T]):
 def check_length(info: EngineInfo, ids: Sequence[int], subject: str, field: str) -> None:
     """Raise 400 for a prompt that is longer than the context, which it may fill, since nothing is sampled after it."""
     if len(ids) > info.max_len:
-        message = f"{subject} {len(ids)} tokens, and the context holds {info.max_len} (--max-model-len)"
+        limit = f"this model's maximum context length is {info.max_len} tokens (--max-model-len)"
+        message = f"{subject} {len(ids)} tokens, and {limit}"
         raise invalid(f"{message}; truncate_prompt_tokens cuts it.", field, CONTEXT_CODE)
 
 

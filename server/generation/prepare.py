@@ -145,8 +145,11 @@ def max_completion(info: EngineInfo, request: GenerationRequest, ids: Sequence[i
     """Return the maximum number of tokens of this prompt's completions; raises 400 if the prompt leaves none."""
     left = info.max_len - len(ids)
     if left < 1:
-        message = f"The prompt has {len(ids)} tokens, and the context holds {info.max_len} of prompt and completion"
-        raise invalid(f"{message} together (--max-model-len).", request.prompt_field, CONTEXT_CODE)
+        # Clients look for OpenAI's phrase.
+        message = f"This model's maximum context length is {info.max_len} tokens of prompt and completion together"
+        raise invalid(
+            f"{message} (--max-model-len), and the prompt has {len(ids)}.", request.prompt_field, CONTEXT_CODE
+        )
     limit = request.limit[1]
     most = left if limit is None or limit == UNLIMITED else min(limit, left)
     if request.min_tokens > most:

@@ -40,6 +40,16 @@ PYDANTIC_SUBJECT = re.compile(r"^(Input|String|List|Dictionary) should")
 JSON_TYPES = {
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be an object"),
     "list_type": "must be an array",
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+}
+# Kinds of content that OpenAI and Anthropic have.
+MEDIA = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "images are"),
+    **dict.fromkeys(("audio", "input_audio"), "audio is"),
+    **dict.fromkeys(("document", "file", "input_file"), "files are"),
 }
 
 log = logging.getLogger("pequod.server")
@@ -127,6 +137,12 @@ def from_validation(error: ValidationError | RequestValidationError, document: A
     branches = [(_path(item, document), item) for item in details if item["loc"][:1] == details[0]["loc"][:1]]
     path, item = max(branches, key=lambda branch: (len(branch[0]), _rank(branch[1]["type"])))
     param = ".".join(shown(str(part)) for part in path) if path else None
+    kinds = dict.fromkeys(
+        JSON_TYPES[each["type"]] for own, each in branches if own == path and each["type"] in JSON_TYPES
+    )
+    if param is not None and item["type"] in JSON_TYPES and len(kinds) > 1:  # a union of several types
+        accepted = " or ".join(kind.removeprefix("must be ") for kind in kinds)
+        return invalid(f"Invalid '{param}': must be {accepted}.", param, "invalid_type")
     return _message(item, param)
 
 
@@ -168,6 +184,8 @@ def _message(item: ErrorDetails, param: str | None) -> ApiError:
         param = ".".join(filter(None, [param, str(context.get("discriminator", "")).strip("'")]))
         if kind == "union_tag_not_found":
             return invalid(f"Missing required field: '{param}'.", param, "missing_required_parameter")
+        if (media := MEDIA.get(str(context.get("tag")))) is not None:
+            return invalid(f"Invalid '{param}': {media} not supported, only text is.", param, "unsupported_parameter")
         return invalid(f"Invalid '{param}': must be one of {context.get('expected_tags')}.", param)
     if kind == "unsupported":
         hint = f"; {item['msg']}" if item["msg"] else ""

@@ -20,8 +20,10 @@ from ..settings import Settings
 from .admission import Caller, Limits
 from .auth import address_of
 from .errors import ApiError, ErrorForm, from_exception
+from .excerpt import SHOWN
 from .refusals import log_refusal
 
+HOST = re.compile(r"[a-z0-9._:-]+")
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 # At least this much of a body must arrive in each interval: a slow line passes, a client that only trickles does not.
 PROGRESS_S = 10.0
@@ -82,12 +84,18 @@ class RequestMiddleware:
         hosts = [value for name, value in headers if name == b"host"]
         if len(hosts) > 1:
             raise ApiError(400, "The request has more than one Host header.", code="invalid_host")
-        if not self.allows(bare_host(hosts[0]) if hosts else None):
-            raise ApiError(400, "This server does not accept that Host header (--allowed-hosts).", code="invalid_host")
+        if not self.allows(host := bare_host(hosts[0]) if hosts else None):
+            raise invalid_host(host, self.hosts is None)
+        if method == "OPTIONS" and header(headers, b"access-control-request-method") is not None:
+            # With --allowed-origins another layer answers preflights.
+            message = "Web pages of other origins may not call this server; its operator can allow them with "
+            raise ApiError(403, f"{message}--allowed-origins.", code="origin_not_allowed")
         # A page of another origin may post forms and plain text to any address without a preflight, but not JSON.
         kind = (header(headers, b"content-type") or b"").partition(b";")[0].strip().lower()
         if method == "POST" and header(headers, b"origin") is not None and kind != b"application/json":
             raise ApiError(415, "A web page must send Content-Type: application/json.", code="invalid_content_type")
+        if (header(headers, b"content-encoding") or b"identity").strip().lower() not in (b"", b"identity"):
+            raise ApiError(415, "Send the body without Content-Encoding.", code="invalid_content_encoding")
         length = header(headers, b"content-length") or b""
         if length.isdigit():
             self.limits.check_body_size(int(length))
@@ -177,6 +185,14 @@ class _RequestCycle:
         elif self.method == "HEAD" and message["type"] == "http.response.body":
             message = {**message, "body": b""}
         await self.send(message)
+
+
+def invalid_host(host: str | None, is_open: bool) -> ApiError:
+    """400: the Host header is not one of this server's. `is_open`: with an API key any host would be accepted."""
+    name = host if host and HOST.fullmatch(host) and len(host) <= SHOWN else None
+    remedy = f"start it with --allowed-hosts {name or 'NAME'}" + (" or with an API key" if is_open else "")
+    subject = f"the host '{name}'" if name else "that Host header"
+    return ApiError(400, f"This server does not accept {subject}; {remedy}.", code="invalid_host")
 
 
 def head_too_large() -> ApiError:

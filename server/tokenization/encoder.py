@@ -241,8 +241,8 @@ class Prompts:
     def _check(self, text: str) -> None:
         if len(text) > self.max_characters:
             raise TextTooLong(
-                f"The prompt has {len(text)} characters; this server's context (--max-model-len) holds at most "
-                f"{self.max_characters}."
+                f"This model's maximum context length is {self.max_len} tokens (--max-model-len); the prompt "
+                f"has {len(text)} characters, and at most {self.max_characters} can fit."
             )
 
     def _encode(self, text: str, add_special: bool, stop: threading.Event, limit: int | None) -> list[int]:
@@ -256,7 +256,7 @@ class Prompts:
                 raise Cancelled
             if limit is not None and len(ids) > limit:
                 raise TextTooLong(
-                    f"The prompt has more than the {limit} tokens that this server's context (--max-model-len) holds."
+                    f"This model's maximum context length is {limit} tokens (--max-model-len), and the prompt has more."
                 )
         return ids
 

@@ -1,4 +1,4 @@
-"""Rerankers: language models whose chat template asks whether a document meets a query, to be answered yes or no.
+"""Rerankers: language models whose chat template asks whether a document is relevant to a query, yes or no.
 
 Such a template writes the messages of the roles query and document, and as instruction that of the role system. The
 score is the probability of yes where the answer is yes or no.

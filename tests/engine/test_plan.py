@@ -306,9 +306,13 @@ def test_a_cache_larger_than_memory(qwen3, on):
     on(64 * GB, 20 * GB)
     found = impossible(model=qwen3, kv_cache_memory=30 * GB)
     assert "30.0 GB as configured" in found["error"] and "18.0 GB" in found["error"]
-    assert found["try"][0].startswith("no `kv_cache_memory`") and len(found["try"]) == 3
+    assert found["try"][0].startswith("remove `kv_cache_memory`") and len(found["try"]) == 3
+    size = int(found["try"][1].removeprefix("at most `kv_cache_memory=").split("`")[0])
+    assert size % (1 << 30) == 0 and size > 10 * GB
+    ok(model=qwen3, kv_cache_memory=size)
+    assert "a machine with at least 35 GB of memory" in found["try"][2]
     found = impossible(model=qwen3, num_blocks=1_000_000)
-    assert found["try"][0].startswith("no `num_blocks`") and len(found["try"]) == 3
+    assert found["try"][0].startswith("remove `num_blocks`") and len(found["try"]) == 3
 
 
 def test_a_cache_too_small_for_a_page(qwen3, on):

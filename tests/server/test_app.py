@@ -28,6 +28,7 @@ async def test_models_by_their_served_names(tmp_path):
     names = ["org/model-1", "short"]
     async with serving(model_folder(tmp_path / "m"), served_model_name=names) as (client, app):
         listed = (await client.get("/v1/models")).json()
+        assert (await client.get("/v1/models/")).json() == listed
         assert listed["object"] == "list"
         assert [card["id"] for card in listed["data"]] == names
         for name in names:
@@ -81,6 +82,7 @@ async def test_the_description_of_the_api_is_whole(tmp_path):
     async with serving(model_folder(tmp_path / "m")) as (client, app):
         schema = (await client.get("/openapi.json")).json()
         assert "/v1/models" in schema["paths"]
+        assert "/v1/responses/compact" not in schema["paths"]  # always a 404
         text = json.dumps(schema)
         assert "$defs" not in text
         for name in set(re.findall(r'"#/components/schemas/([^"]+)"', text)):

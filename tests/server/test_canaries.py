@@ -224,7 +224,7 @@ def test_heads_leave_no_word(server):
             for path in ("/v1/models", "/metrics")
             for name, form in (("Authorization", "Bearer {}"), ("Authorization", "Basic {}"), ("X-Api-Key", "{}"))
         ),
-        server.client.get("/ready", headers={"Host": f"{plant('secret', 'host')}.example"}),
+        server.client.get("/ready", headers={"Host": f"{plant('name', 'host')}.example"}),
     ]  # fmt: skip
     for answer in answers:
         assert not server.planted.found(answer.text, SECRET), answer.text

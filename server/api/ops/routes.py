@@ -112,6 +112,7 @@ def card(app: AppState, name: str) -> Card:
 
 
 @router.get("/v1/models", dependencies=USER, responses={401: OPENAI_ERRORS[401]})
+@router.get("/v1/models/", dependencies=USER, include_in_schema=False)  # as some clients join addresses
 async def models(app: AppDep) -> Cards:
     """The names under which the model is served."""
     return Cards(data=[card(app, name) for name in app.model_names])

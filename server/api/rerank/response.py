@@ -28,8 +28,8 @@ from ...tokenization.renderer import TemplateError
 from .request import Pair, RerankRequest, ScoreRequest, ScoringRequest
 
 NO_RERANKER = (
-    "This model is not a reranker: its chat template does not ask whether a document meets a query, to be answered yes "
-    "or no. Serve a model such as Qwen3-Reranker, or set the template with --chat-template."
+    "This model is not a reranker: its chat template does not ask whether a document is relevant to a query, to be "
+    "answered yes or no. Serve a model such as Qwen3-Reranker, or set the template with --chat-template."
 )
 
 

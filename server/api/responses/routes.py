@@ -100,7 +100,7 @@ async def input_tokens(
     return InputTokens(input_tokens=count)
 
 
-@router.post("/v1/responses/compact", responses={status: OPENAI_ERRORS[status] for status in (401, 404)})
+@router.post("/v1/responses/compact", include_in_schema=False)
 async def compact(_: UserDep) -> None:
     """Not supported: a 404. Only the model that compacted a conversation could read the result."""
     raise not_found("This server does not compact conversations; leave out older items of the input instead.", None)

@@ -184,4 +184,5 @@ async def _calibrate(target: Target) -> None:
         target.notes.append("prompts are text, and the server reports no token counts: lengths are in words")
         return
     target.words_per_token = PROBE_WORDS / (counts[1] - counts[0])
-    target.notes.append("the server refuses token ids as a prompt: prompts are text of about the requested length")
+    reason = "a chat has no token ids" if target.api == "chat" else "the server refuses token ids as a prompt"
+    target.notes.append(f"{reason}: prompts are text of about the requested length")

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ...observability.phases import PHASES
+from ..banner import count
 from ..commands import Parser, settings_from
 from . import limits, options, plots
 from .figures import Figures, median, spread, summarize
@@ -94,7 +95,7 @@ async def by_rows(
 def shown(result: Result) -> str:
     work = result["workload"]
     lengths = f"{work['input_len']} tokens in, {work['output_len']} out"
-    lines = [figures_table(result, f"{lengths}, one request at a time, {work['rounds']} rounds", LABELS)]
+    lines = [figures_table(result, f"{lengths}, one request at a time, {count(work['rounds'], 'round')}", LABELS)]
     if steps := result.get("steps"):
         head = ["decode step by phase", *(f"{rows} row{'s' * (rows != '1')}" for rows in steps)]
         names = ["step", *PHASES, "kernels", "rest"]

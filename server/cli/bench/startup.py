@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import time
 
+from ..banner import count
 from ..commands import Parser, settings_from
 from . import options
 from .client import connect
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def shown(result: Result) -> str:
     rounds = result["workload"]["rounds"]
-    return f"Pequod, {result['model']}: {rounds} starts\n{spread_table(result['figures'], LABELS, rounds)}"
+    return f"Pequod, {result['model']}: {count(rounds, 'start')}\n{spread_table(result['figures'], LABELS, rounds)}"
 
 
 async def measure(arguments: argparse.Namespace) -> Result:

@@ -19,7 +19,6 @@ from ...settings_values import SettingsError, hint, split
 from ..argv import hide
 
 TITLES = {"model": "model", "engine": "engine", "http": "HTTP", "limits": "limits", "logs": "logs and metrics"}
-NO_TEXTS: Mapping[str, str] = {}
 
 
 class Command(Protocol):
@@ -126,7 +125,7 @@ def add_settings(
     *groups: str,
     model: bool = True,
     extra: Sequence[str] = (),
-    help_texts: Mapping[str, str] = NO_TEXTS,
+    help_texts: Mapping[str, str] | None = None,
 ) -> None:
     """Add flags for the settings of these groups and for the extra ones, --config, and MODEL as an argument.
 
@@ -148,7 +147,7 @@ def add_settings(
         if names:
             box = parser.add_argument_group(title)
             for name in names:
-                _add_field(box, name, help_texts.get(name, ""))
+                _add_field(box, name, (help_texts or {}).get(name, ""))
 
 
 def settings_from(arguments: argparse.Namespace, *, default_model: Callable[[], str] | None = None) -> Loaded:

@@ -66,6 +66,15 @@ async def test_grammar_that_fails_after_its_forced_beginning_is_refused_before_t
     assert await verdict(gate, "lark", rule_chain("({})+", length=3)) is None
 
 
+async def test_the_error_of_a_regular_expression_has_the_librarys_reason(gate):
+    for kind, text in (
+        ("regex", "a(b"),
+        ("lark", "start: /a(b/"),
+        ("json_schema", '{"type": "string", "pattern": "a(b"}'),
+    ):
+        assert "unclosed group" in (await verdict(gate, kind, text) or "")
+
+
 async def test_grammar_that_takes_too_long_is_checked_once(monkeypatch, gate):
     monkeypatch.setattr(gate_module, "SLOW_S", 0.1)
     checked = []

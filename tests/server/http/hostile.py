@@ -239,7 +239,7 @@ BODIES = [
          lambda: {"messages": [{**QUESTION[0], **{str(i): 1 for i in range(60_000)}}]}, "messages.0.0"),
     Body("60,000 unknown names", CHAT, lambda: {"messages": QUESTION, **{str(i): 1 for i in range(60_000)}}, "0"),
     Body("a million objects", CHAT, lambda: b'{"messages":[' + b"{}," * MB + b"{}]}", None),
-    Body("compressed", COMPLETIONS, lambda: gzip.compress(b" " * 10**6), None, headers={"Content-Encoding": "gzip"}),
+    Body("compressed", COMPLETIONS, lambda: gzip.compress(b" " * 10**6), None, 415, {"Content-Encoding": "gzip"}),
     Body("a form", COMPLETIONS, lambda: b"prompt=a&max_tokens=1", None),
     Body("too long", COMPLETIONS, lambda: b" " * (8 * MB + 1), None, 413),
     # Grammars of 64 KB that are deep by their references: each overflowed the stack of the process that compiled it

@@ -149,3 +149,12 @@ async def test_keys_are_in_no_log_no_metric_and_no_answer(tmp_path, caplog):
                 texts.append((await client.get(path, headers={"Authorization": f"Bearer {key}"})).text)
         assert "canary" not in "".join(texts)
     assert "canary" not in "\n".join(record.getMessage() for record in caplog.records if record.name != "httpx")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics"])
+async def test_a_wrong_key_and_a_missing_one_have_messages_of_their_own(tmp_path, path):
+    async with serving(model_folder(tmp_path / "m"), api_key=[API_KEY]) as (client, _):
+        missing = (await client.get(path)).json()["error"]["message"]
+        wrong = (await client.get(path, headers={"Authorization": "Bearer other"})).json()["error"]["message"]
+    assert "require" in missing
+    assert "require" not in wrong and "other" not in wrong

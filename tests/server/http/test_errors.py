@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine import EngineDied, ModelError, RequestError
+from server.api.anthropic.request import MessagesRequest
 from server.api.chat.request import ChatRequest
+from server.api.responses.request import ResponsesRequest
 from server.http.body import (
     FEW_QUOTES,
     MAX_ELEMENTS,
@@ -160,6 +162,35 @@ def test_a_wrong_type_is_named_in_the_words_of_json(change, param, told):
     with pytest.raises(ApiError) as caught:
         parse(ChatRequest, json.dumps({"messages": [{"role": "user", "content": "a"}], **change}).encode())
     assert caught.value.message == f"Invalid '{param}': must be {told}."
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "told"),
+    [
+        ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content", "a string or an array"),
+        ({"stop": 7}, "stop", "a string or an array"),
+        ({"n": "2"}, "n", "an integer"),
+        ({"stream": 1}, "stream", "true or false"),
+    ],
+)
+def test_every_type_that_a_field_accepts_is_named(change, param, told):
+    with pytest.raises(ApiError) as caught:
+        parse(ChatRequest, json.dumps({"messages": [{"role": "user", "content": "a"}], **change}).encode())
+    assert caught.value.message == f"Invalid '{param}': must be {told}."
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (MessagesRequest, {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+    ],
+)
+def test_images_are_refused_as_such(model, body):
+    with pytest.raises(ApiError) as caught:
+        parse(model, json.dumps(body).encode())
+    assert "images are not supported" in caught.value.message
+    assert caught.value.param.endswith("content.0.type")
 
 
 def test_what_a_text_holds_is_not_counted():

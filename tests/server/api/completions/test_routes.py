@@ -236,6 +236,7 @@ async def test_too_long_is_refused_with_both_numbers_and_the_flag(folder):
         error = response.json()["error"]
         assert response.status_code == 400
         assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+        assert "maximum context length is" in error["message"]
         assert "--max-model-len" in error["message"]
 
 

@@ -566,6 +566,12 @@ def test_the_banner_shows_model_cache_and_url():
     assert "demonstration" not in printed(model="other")
 
 
+def test_the_banner_of_an_open_server_says_which_names_it_refuses():
+    assert "host.docker.internal" in printed(host="0.0.0.0")
+    assert "host.docker.internal" not in printed(host="0.0.0.0", api_key=["k"])
+    assert "host.docker.internal" not in printed()
+
+
 def test_the_banner_shows_whether_steps_are_replayed():
     screen = io.StringIO()
     banner.announce(structs.replace(INFO, graphs=15), Settings(), ("127.0.0.1", 8000), 1.0, True, stream=screen)
