@@ -435,8 +435,8 @@ def collect(
             at = larger + (before & 0xFFFF) + tl.minimum(equal_before, num_equal)
             is_listed = (counted == 1) | ((counted > 1) & (equal_before < num_equal))
             is_listed = is_listed & (at < k)  # even if a device counts wrongly, which the trial finds out
-            tl.store(values_ptr + row * k + at, x, mask=is_listed)
             tl.store(ids_ptr + row * k + at, i.to(tl.int64), mask=is_listed)
+            tl.store(values_ptr + row * k + at, x, mask=is_listed)
             total = tl.sum(counted, 0)
             larger += total & 0xFFFF
             equal += total >> 16
