@@ -9,7 +9,7 @@ import shutil
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ UNIFORM_TILE_ROWS = 64, 32
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 TRIAL_BLOCK = 16  # tokens per block in the trial
 FP8_CAPABILITY = (8, 9)  # of GPUs that convert fp8
+DEPENDENT_CAPABILITY = (9, 0)  # see `is_dependent`
 
 
 class HeadNorms(NamedTuple):
@@ -184,7 +185,7 @@ class PagedGPU:
             HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, GROUP_P=group, HALF_P=half,
             BLOCK=cache.block_size, NORM=norms is not None,
             WIDE=norms is not None and norms.is_wide, SCALED=view.is_scaled,
-            num_warps=warps(2 * group * half), enable_fp_fusion=False,
+            num_warps=warps(2 * group * half), enable_fp_fusion=False, **dependence(qkv.device),
         )  # fmt: skip
 
     def _attend(self, cache: LayerCache, q: Tensor, plan: Plan) -> Tensor:
@@ -211,8 +212,9 @@ class PagedGPU:
                     TILE=tile(layer, q.dtype, is_crowded=uniform and view.is_scaled),
                     UNIFORM=uniform, SKIP=is_large, WINDOW=layer.window or 0, SOFTCAP=layer.softcap is not None,
                     SINKS=cache.sinks is not None, SCALED=view.is_scaled, WIDEN=is_interpreted(),
+                    **dependence(q.device),
                     num_warps=attend_warps(layer, most),
-                    num_stages=attend_stages(most, is_scaled=view.is_scaled, is_large=is_large),
+                    num_stages=attend_stages(most, q.dtype, is_scaled=view.is_scaled, is_large=is_large),
                     # Fused, a compiler may round parts that are added up in two places in two ways.
                     enable_fp_fusion=not uniform,
                 )  # fmt: skip
@@ -251,12 +253,12 @@ def attend_warps(layer: AttentionLayer, queries: int) -> int:
     return 8 if queries > 1 or tile_rows(layer, queries) > 64 else 4
 
 
-def attend_stages(queries: int, *, is_scaled: bool, is_large: bool) -> int:
+def attend_stages(queries: int, dtype: torch.dtype, *, is_scaled: bool, is_large: bool) -> int:
     """Return the depth of the loop over keys: the largest whose registers do not spill, see `has_large_memory`.
 
     The ids of blocks take two of the stages: with three, keys are loaded when they are needed, and not before.
     """
-    return 5 if is_large and (queries == 1 or not is_scaled) else 3
+    return 5 if is_large and (queries == 1 or (dtype != torch.float32 and not is_scaled)) else 3
 
 
 def has_large_memory(device: torch.device) -> bool:
@@ -306,6 +308,24 @@ def programs(items: int, kv_heads: int, device: torch.device) -> int:
         return min(items, 3)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(items, PROGRAMS * multiprocessors // kv_heads))
+
+
+def dependence(device: torch.device) -> dict[str, Any]:
+    """Return the options of a kernel that is launched before the one before it has ended, and waits for that itself.
+
+    It waits before it reads or writes anything, so what it does is in the order of the stream whatever the kernel after
+    it is.
+    """
+    dependent = is_dependent(device)
+    return {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
+
+
+def is_dependent(device: torch.device) -> bool:
+    """Return whether a GPU launches kernels before the one before it has ended."""
+    if device.type not in ("cuda", "meta") or is_interpreted():
+        return False
+    # Without memory x is compiled for the current GPU, see launching.py.
+    return torch.cuda.get_device_capability(None if device.type == "meta" else device) >= DEPENDENT_CAPABILITY
 
 
 def is_interpreted() -> bool:

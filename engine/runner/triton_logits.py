@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..attention.paged_gpu import is_interpreted, lack, power_of_two
+from ..attention.paged_gpu import dependence, is_interpreted, lack, power_of_two
 from ..kernels.launching import launch
 from ..kernels.logits import TopLogits
 from .changes import Changes, Ints, Penalties, Tokens, on_device
@@ -70,7 +70,7 @@ class TritonLogits:
         self._parts = -(-vocab_size // (TILE * TILES))
         # Without fused multiplications and additions, so that each operation is rounded as on a CPU.
         self._options = {"num_warps": WARPS, "enable_fp_fusion": False}
-        self._tiles = {"SIZE": vocab_size, "TILE": TILE, "TILES": TILES, **self._options}
+        self._tiles = {"SIZE": vocab_size, "TILE": TILE, "TILES": TILES, **self._options, **dependence(device)}
         self._in_parts = {"PARTS": self._parts, **self._tiles}
         self._over_parts = {"PARTS_P": power_of_two(max(2, self._parts)), **self._in_parts}
 

@@ -107,7 +107,8 @@ def compiled(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(JITFunction, "__getitem__", launch)
     monkeypatch.setattr(skinny, "is_dependent", lambda device: True)
-    monkeypatch.setattr(paged_gpu, "has_large_memory", lambda device: True)
+    for name in ("is_dependent", "has_large_memory"):
+        monkeypatch.setattr(paged_gpu, name, lambda device: True)
     return names
 
 

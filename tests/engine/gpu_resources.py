@@ -101,7 +101,7 @@ def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, kin
         "ROWS": tile_rows(layer, queries), "SPLIT": 0 if kind == "chunk" else SPLIT,
         "TILE": tile(layer, dtype, is_crowded=uniform and cache in LARGEST), "UNIFORM": uniform, "SKIP": arch >= 90,
         "WINDOW": layer.window or 0, "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None,
-        "SCALED": cache in LARGEST, "WIDEN": False,
+        "SCALED": cache in LARGEST, "WIDEN": False, "DEPENDENT": arch >= 90,
     }  # fmt: skip
     return signature, constants
 
@@ -116,21 +116,24 @@ def store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> Argu
     return signature, constants
 
 
-def rotate_store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> Arguments:
+def rotate_store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, arch: int) -> Arguments:
     signature = dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr"), "*" + NAMES[dtype])
     signature |= {"positions_ptr": "*i64", "angles_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32"}
     signature |= {"cache_ptr": "*" + NAMES[cache], "scales_ptr": "*fp32" if cache in LARGEST else "*" + NAMES[cache]}
     constants = {
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim,
         "GROUP_P": power_of_two(layer.num_heads // layer.num_kv_heads), "HALF_P": power_of_two(layer.head_dim // 2),
-        "BLOCK": 16, "NORM": True, "SCALED": cache in LARGEST,
+        "BLOCK": 16, "NORM": True, "WIDE": False, "SCALED": cache in LARGEST, "DEPENDENT": arch >= 90,
     }  # fmt: skip
     return signature, constants
 
 
 def add_norm(size: int, dtype: torch.dtype) -> Arguments:
-    signature = dict.fromkeys(("x_ptr", "added_ptr", "weight_ptr", "normed_ptr"), "*" + NAMES[dtype])
-    return signature | {"eps": "fp32"}, {"SIZE": size, "SIZE_P": power_of_two(size), "ADD": True}
+    signature = dict.fromkeys(("x_ptr", "added_ptr", "after_ptr", "weight_ptr", "normed_ptr"), "*" + NAMES[dtype])
+    constants = {
+        "SIZE": size, "SIZE_P": power_of_two(size), "ADD": True, "AFTER": True, "NORM": True, "WIDE": False,
+    }  # fmt: skip
+    return signature | {"eps": "fp32"}, constants
 
 
 def gate(inner: int, activation: str, dtype: torch.dtype) -> Arguments:
@@ -222,9 +225,9 @@ LOGITS = {
 }  # fmt: skip
 
 
-def sampling(vocab_size: int) -> Iterator[tuple[Any, Arguments]]:
+def sampling(vocab_size: int, arch: int) -> Iterator[tuple[Any, Arguments]]:
     """Yield each kernel for logits with the arguments that TritonLogits gives it."""
-    tiles = {"SIZE": vocab_size, "TILE": TILE, "TILES": TILES}
+    tiles = {"SIZE": vocab_size, "TILE": TILE, "TILES": TILES, "DEPENDENT": arch >= 90}
     parts = {"PARTS": -(-vocab_size // (TILE * TILES)), **tiles}
     over = {"PARTS_P": power_of_two(parts["PARTS"]), **parts}
     for count in (False, True):
@@ -259,7 +262,7 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
                 num_warps = attend_warps(each, arguments[1]["QUERIES"])
                 yield f"{kind} {label}", attention.attend, arguments, num_warps
             yield f"store {label}", attention.store, store(each, dtype, cache), 1
-            arguments = rotate_store(each, dtype, cache)
+            arguments = rotate_store(each, dtype, cache, arch=arch)
             numbers = 2 * arguments[1]["GROUP_P"] * arguments[1]["HALF_P"]
             yield f"rotate {label}", attention.rotate_store, arguments, warps(numbers)
     for name, (hidden, inner) in SIZES.items():
@@ -306,7 +309,7 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
             label = f"routed {form.name}, tiles of {part.tokens} bf16"
             yield label, matmul.multiply, product(form, torch.bfloat16, part, fan=4), part.warps
     for name, vocab_size in VOCABULARIES.items():
-        for kernel, arguments in sampling(vocab_size):
+        for kernel, arguments in sampling(vocab_size, arch):
             yield f"{kernel.__name__} logits of {name}", kernel, arguments, WARPS
 
 
@@ -322,8 +325,9 @@ def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> d
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
     options = {"num_warps": num_warps, "enable_fp_fusion": kernel in FUSED and not constants.get("UNIFORM")}
     if kernel is attention.attend:
-        is_scaled, is_large = constants["SCALED"], constants["SKIP"]
-        options["num_stages"] = attend_stages(constants["QUERIES"], is_scaled=is_scaled, is_large=is_large)
+        dtype = next(each for each, name in NAMES.items() if "*" + name == types["q_ptr"])
+        traits = {"is_scaled": constants["SCALED"], "is_large": constants["SKIP"]}
+        options["num_stages"] = attend_stages(constants["QUERIES"], dtype, **traits)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

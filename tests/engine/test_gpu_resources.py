@@ -73,5 +73,6 @@ def test_compiled_kernels_spill_no_registers(arch, only, kernels):
     products += [each for each in found if each["kernel"].startswith("alike") and "bf16" in each["kernel"]]
     products += [each for each in found if each["kernel"].startswith("routed")]
     assert all(each["HMMA"] or each["HGMMA"] for each in products)
-    waits = [each["kernel"].startswith(("few", "alike", "routed gate", "routed down")) for each in found]
+    dependent = ("few", "alike", "routed gate", "routed down", *LOGITS, *(ATTENTION - {"store"}))
+    waits = [each["kernel"].startswith(dependent) for each in found]
     assert [each["waits"] for each in found] == [arch == 90 and each for each in waits]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds a small float32, ties to even
@@ -128,15 +129,18 @@ def rotate_store(
     qkv_ptr, q_weight_ptr, k_weight_ptr, positions_ptr, angles_ptr, slots_ptr, cache_ptr, scales_ptr, eps,
     qkv_token, cache_block, cache_head, scales_block, scales_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_P: tl.constexpr, HALF_P: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalize and rotate one token's heads of one KV head: queries in place, key and value to the cache.
 
     qkv: [tokens, (HEADS + 2 * KV_HEADS) * DIM]. q_weight, k_weight: [DIM], used with NORM; WIDE as in `_normalized`.
     positions: [tokens] int64. angles: [positions, 2, DIM / 2] float32, cosines and sines. Number i of a head is paired
     with i + DIM / 2. slots, cache and scales as in `store`. GROUP_P >= HEADS / KV_HEADS and HALF_P >= DIM / 2 are
-    powers of two.
+    powers of two. DEPENDENT as in skinny.multiply.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = DIM // 2
@@ -276,7 +280,7 @@ def attend(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
     V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, UNIFORM: tl.constexpr, SKIP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr,
+    SINKS: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend causally from the queries of work items, for the KV head of the program.
 
@@ -287,9 +291,12 @@ def attend(
     arrived: [parts, KV_HEADS] counts them and is zero before and after. ROWS >= QUERIES * HEADS // KV_HEADS is the
     height of a tile. UNIFORM: an item with 0 parts is its whole context, in parts that are added up as those of several
     items are, so that a token's sums have one order whatever its row is. SKIP: do not mask the keys of tiles that all
-    queries see, which changes no result. WIDEN: multiply in float32, as the interpreter
-    must.
+    queries see, which changes no result. WIDEN: multiply in float32, as the interpreter must. DEPENDENT as in
+    skinny.multiply.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0)  # first, so that programs without items start after those that have one
     count = tl.load(work_ptr)

@@ -3,7 +3,7 @@
 engine/runner/logits.py defines the results and computes them in torch; engine/runner/triton_logits.py launches these
 kernels. Logits are [rows, SIZE] float32, contiguous. Most kernels have a program for each row and each part of it, and
 a part is TILES tiles of TILE logits. The parts of a row are combined by atomic operations on integers, whose results do
-not depend on the order, so nothing depends on the other rows either.
+not depend on the order, so nothing depends on the other rows either. DEPENDENT as in skinny.multiply.
 
 top_k and top_p are thresholds, found digit by digit instead of by sorting: numbers are mapped to integer keys in the
 same order, a first pass counts the keys, or adds up the weights, by the key's first digit, and further passes do so by
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Numbers of a row in `rows`, int64 or the bits of float64: 1 / temperature rounded to float32 (0: greedy), top_p, the
 # random number, min_p as a weight, top_k (0: off).
@@ -172,13 +173,16 @@ def _floor(rows_ptr, state_ptr, sums_ptr, row):
 @triton.jit
 def find_top(
     x_ptr, rows_ptr, state_ptr, counts_ptr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COUNT: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COUNT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Find each row's largest logit, the lowest of several; NaN is the largest.
 
     COUNT: count the first digits of the keys of rows with top_k. state: [rows, STATE] int64. counts: [rows,
     COUNT_DIGITS, COUNTS] int32. Both are zero before.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     if COUNT:
         has_k = tl.load(rows_ptr + row * FIELDS + TOP_K) > 0
@@ -201,9 +205,13 @@ def find_top(
 
 @triton.jit
 def count_digit(
-    x_ptr, rows_ptr, counts_ptr, SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, KNOWN: tl.constexpr
-):
+    x_ptr, rows_ptr, counts_ptr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, KNOWN: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Count the next digit of the keys that begin with the KNOWN first digits of the row's top_k-th key."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     k = tl.load(rows_ptr + row * FIELDS + TOP_K)
     if k > 0:
@@ -228,12 +236,16 @@ def count_digit(
 def weigh(
     x_ptr, rows_ptr, state_ptr, counts_ptr, sums_ptr, weights_ptr, parts_ptr,
     SIZE: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SAMPLE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Add up the weights of each row's logits. SAMPLE: of those that top_k keeps, and store them.
 
     weights: [rows, SIZE] float32. parts: [rows, PARTS] int64, the sums of the weights that min_p keeps. sums: [rows,
     SUM_DIGITS, SUMS] int64, zero before: with top_p, the weights are added up by their first digit as well.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     top, is_finite, _ = _top(state_ptr, row)
@@ -269,9 +281,12 @@ def weigh(
 @triton.jit
 def sum_digit(
     rows_ptr, state_ptr, sums_ptr, weights_ptr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, KNOWN: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, KNOWN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Add up, by their next digit, the weights that begin with the KNOWN first digits of top_p's threshold."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     _, is_finite, _ = _top(state_ptr, row)
     top_p = tl.load(rows_ptr + row * FIELDS + TOP_P).to(tl.float64, bitcast=True)
@@ -294,9 +309,12 @@ def sum_digit(
 @triton.jit
 def sum_kept(
     rows_ptr, state_ptr, sums_ptr, weights_ptr, parts_ptr,
-    SIZE: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of the weights that min_p and top_p keep, for the rows with top_p, to `parts` of `weigh`."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     _, is_finite, _ = _top(state_ptr, row)
@@ -315,12 +333,15 @@ def sum_kept(
 def pick(
     rows_ptr, state_ptr, sums_ptr, weights_ptr, parts_ptr, tops_ptr, ids_ptr,
     SIZE: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    SAMPLE: tl.constexpr,
+    SAMPLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write each row's largest logit, and its index or with SAMPLE a sampled one; -1 if the logit is not finite.
 
     tops: [rows] float32. ids: [rows] int64. PARTS_P: a power of two >= PARTS. A row has one program.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     top, is_finite, index = _top(state_ptr, row)
     index = tl.where(is_finite, index, -1)
@@ -355,12 +376,15 @@ def pick(
 @triton.jit
 def tally(
     x_ptr, rows_ptr, counts_ptr, parts_ptr,
-    SIZE: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Count the logits of each part that are larger than the row's top_k-th, and those that equal it.
 
     parts: [rows, PARTS, 2] int32.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     kth, _ = _kth(counts_ptr, row, tl.load(rows_ptr + row * FIELDS + TOP_K), COUNT_DIGITS)
@@ -380,11 +404,15 @@ def tally(
 def collect(
     x_ptr, rows_ptr, state_ptr, counts_ptr, parts_ptr, values_ptr, ids_ptr,
     SIZE: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the row's top_k largest logits and their ids by ascending id, unless its largest is not finite.
 
     Of equal ones the lowest ids are written. values: [rows, top_k] float32. ids: [rows, top_k] int64.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     _, is_finite, _ = _top(state_ptr, row)
@@ -407,8 +435,8 @@ def collect(
             at = larger + (before & 0xFFFF) + tl.minimum(equal_before, num_equal)
             is_listed = (counted == 1) | ((counted > 1) & (equal_before < num_equal))
             is_listed = is_listed & (at < k)  # even if a device counts wrongly, which the trial finds out
-            tl.store(values_ptr + row * k + at, x, mask=is_listed)
             tl.store(ids_ptr + row * k + at, i.to(tl.int64), mask=is_listed)
+            tl.store(values_ptr + row * k + at, x, mask=is_listed)
             total = tl.sum(counted, 0)
             larger += total & 0xFFFF
             equal += total >> 16
