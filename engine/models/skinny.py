@@ -15,12 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.paged_gpu import is_interpreted
+from ..attention.paged_gpu import dependence, is_interpreted
 from ..kernels.launching import launch
 from .routing import Routed
-
-DEPENDENT_CAPABILITY = (9, 0)  # of GPUs that launch a kernel before the one before it has ended
-
 
 Clamp = tuple[float, float]  # limit and alpha, see layers.Clamp
 
@@ -130,15 +127,13 @@ def multiply(
     pairs, owners, places, fan = (x, x, x, 0) if routed is None else routed.arguments
     if not tokens:
         return out
-    dependent = is_dependent(x.device)
-    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
     launch(kernels.multiply, (-(-rows // tile.rows), tiles, tile.parts),
         x, weight, gain, x if bias is None else bias, out, out, pairs, owners, places, sums, arrived, eps,
         tokens, rows, columns, x.stride(0), out.stride(0),
         NORM=norm is not None, BIAS=bias is not None, ADD=residual is not None, **gate_constants(activation, clamp),
         EVEN=columns % tile.columns == 0, TOKENS=tile.tokens, ROWS=tile.rows, COLUMNS=tile.columns,
-        STAGES=tile.stages, WIDEN=is_interpreted(), DEPENDENT=dependent, SHARED=tile.shared, FAN=fan, PARTS=tile.parts,
-        num_warps=tile.warps, **options,
+        STAGES=tile.stages, WIDEN=is_interpreted(), SHARED=tile.shared, FAN=fan, PARTS=tile.parts,
+        num_warps=tile.warps, **dependence(x.device),
     )  # fmt: skip
     return out
 
@@ -147,14 +142,6 @@ def gate_constants(activation: str, clamp: Clamp | None) -> dict[str, str | floa
     """Return the constants of a kernel that computes a gate, see activations.gated; no activation: there is none."""
     limit, alpha = clamp or (0.0, 0.0)
     return {"ACTIVATION": "clamped" if clamp and activation else activation, "LIMIT": limit, "ALPHA": alpha}
-
-
-def is_dependent(device: torch.device) -> bool:
-    """Return whether a kernel is launched before the one before it has ended, and waits for that itself."""
-    if device.type not in ("cuda", "meta") or is_interpreted():
-        return False
-    # Without memory x is compiled for, see launching.py.
-    return torch.cuda.get_device_capability(None if device.type == "meta" else device) >= DEPENDENT_CAPABILITY
 
 
 def is_measurable(weight: Tensor) -> bool:

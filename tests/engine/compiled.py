@@ -21,7 +21,7 @@ from engine.compiling import jobs
 from engine.kernels import launching
 from engine.kernels.launching import META, Compiling
 from engine.kernels.library import Choice
-from engine.models import Forward, gpu_weights, on_gpu, skinny
+from engine.models import Forward, gpu_weights, on_gpu
 from engine.models.decoder import Decoder
 from engine.models.family import BEFORE
 from engine.models.gpu_weights import ROUNDED, Form
@@ -106,7 +106,6 @@ def compiled(monkeypatch) -> list[str]:
         return lambda *args, **options: kernel.warmup(*args, grid=grid, **options)
 
     monkeypatch.setattr(JITFunction, "__getitem__", launch)
-    monkeypatch.setattr(skinny, "is_dependent", lambda device: True)
     for name in ("is_dependent", "has_large_memory"):
         monkeypatch.setattr(paged_gpu, name, lambda device: True)
     return names
