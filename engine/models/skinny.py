@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     parts: int = 1  # of each sum, which that many programs compute; only of products without a norm and a gate
 
 
-FEW = Tile(16, 32, 4, 4), Tile(16, 16, 2, 5), Tile(16, 16, 4, 4, columns=256)
+FEW = Tile(16, 32, 8, 4), Tile(16, 16, 2, 5), Tile(16, 16, 4, 3, columns=256)
 # By the largest number of rows of x, with which they are measured. With fewer rows of the weight per program more
 # programs read it at once.
 CANDIDATES = {

@@ -76,14 +76,16 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 4e-3)])
+@pytest.mark.parametrize(
+    "kind, dtype, tolerance",
+    [*((kind, torch.float32, 1e-5) for kind in KINDS), ("biases and a clamp", torch.float16, 4e-3)],
+)
 def test_results_are_those_of_one_expert_after_the_other(kind, dtype, tolerance, monkeypatch):
     monkeypatch.setattr(gpu_experts, "TILES", {1: SMALL, ANY: Tile(32, 16, 2, 2, columns=64, shared=8)})
     monkeypatch.setattr(gpu_experts, "ARRANGE_TILE", 16)
     experts = experts_of(dtype, **KINDS[kind])
     routed = RoutedExperts(experts, "silu")
-    for tokens in (1, 2, 23, 70):
+    for tokens in (1, 23):
         x, residual = numbers(tokens, 40, dtype=dtype), numbers(tokens, 40, dtype=dtype)
         want = experts(x, residual)
         stream = inside(residual)
