@@ -115,8 +115,7 @@ class ProcessEngine(Client):
                 raise
             # An engine that was ready is always restarted: if a request crashes it, Suspects finds that request.
             if self.status.phase == "ready":
-                failures = 0
-                self._down_since = time.monotonic()
+                failures, self._down_since = 0, time.monotonic()
             elif not is_scarce:
                 failures += 1
             if failures > MAX_RESTARTS:
