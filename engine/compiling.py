@@ -7,6 +7,7 @@ compiled when it is first launched.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -91,6 +92,10 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     for each in with_mlp:
         both = torch.empty(FEW, len(each.gate_up.weight), dtype=spec.dtype, device=META)
         yield partial(on_gpu.gated, both, activation)
+    if not config.batch_invariant and spec.dtype != torch.float32:
+        head = Linear(spec.vocab_size, decoder.hidden_size, False, spec.dtype, META)
+        for tile in dict.fromkeys(itertools.chain(*CANDIDATES.values())):
+            yield partial(_products, [head], tile, torch.float32)
     if spec.on_gpu:
         return
     experts = [each.experts for each in layers if each.experts is not None]
@@ -107,12 +112,10 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
             yield partial(_products, linears, tile, None)
             yield partial(_products, wide, tile, torch.float32)
     elif layer.output.scale == 1 and decoder.norms == BEFORE:
-        head = Linear(spec.vocab_size, decoder.hidden_size, False, spec.dtype, META)
         after = [(layer.qkv, attention_norm), *((each.gate_up, mlp_norm) for each in with_mlp)]
         for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("qkv", rows, spec.dtype)):
             for linear, norm in after:
                 yield partial(_after_norm, linear, tile, numbers(FEW, linear), norm, activation)
-            yield partial(_products, [head], tile, torch.float32)
         for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("down", rows, spec.dtype)):
             yield partial(_before_residuals, (layer.output, *(each.down for each in with_mlp)), tile, FEW)
     for mixture in experts:

@@ -39,7 +39,7 @@ SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 # What the driver keeps of a CUDA graph, and of a launch in it, at most; the launches of a layer, and those more if it
 # has experts; and the workspace that cuBLAS allocates for the stream of the captures.
 GRAPH_BYTES, LAUNCH_BYTES = 256 << 10, 16 << 10
-LAYER_LAUNCHES, EXPERT_LAUNCHES = 10, 6
+LAYER_LAUNCHES, EXPERT_LAUNCHES = 10, 3
 WORKSPACE_BYTES = 32 << 20
 # The launches of the graphs of a number of drawing rows, and the tables of counts of a row, see TritonLogits.
 DRAW_LAUNCHES, DRAW_TABLES = 40, 64 << 10

@@ -225,7 +225,8 @@ int32_t compute(const Stack& s) {
     failed |= layer.output.apply(s.seen, s.x, s.x, s.tokens, s.threads);
     norm(layer.mlp_norm);
     if (layer.experts) {
-      failed |= Mix<Number>{*layer.experts, (const Number*)s.normed, (Number*)s.x, s.tokens, s.hidden, s.threads}.compute();
+      Mix<Number> mix{*layer.experts, (const Number*)s.normed, (Number*)s.x, s.tokens, s.hidden, s.threads};
+      failed |= mix.compute();
     } else {
       failed |= layer.gate_up.apply(s.normed, nullptr, s.inner, s.tokens, s.threads);
       failed |= layer.down.apply(s.inner, s.x, s.x, s.tokens, s.threads);

@@ -80,8 +80,9 @@ class Experts:
         # What the weights of a token's experts are multiplied by in the end
         self.scales = torch.empty(spec.count, dtype=dtype, device=device) if spec.is_beside else None
         self._kernels: Kernels | None = None
-        self._hidden = hidden
+        self.hidden, self.dtype = hidden, dtype
         self._mixture: Mixture | None = None
+        self._is_described = False
         self._matmuls: ctypes.Array[Multiplied] | None = None  # to which it points
         self.shared: tuple[Gated, Linear] | None = None
         if spec.shared:
@@ -120,7 +121,8 @@ class Experts:
         """Return the result of our CPU kernel."""
         assert self._kernels is not None
         x, total = x.contiguous(), residual.clone(memory_format=torch.contiguous_format)
-        if x.shape != total.shape or x.dtype != total.dtype or x.dim() != 2 or x.shape[1] != self._hidden:
+        is_ours = x.dtype == total.dtype == self.dtype and x.dim() == 2 and x.shape[1] == self.hidden
+        if not is_ours or x.shape != total.shape:
             raise ValueError(f"experts of {tuple(x.shape)} of {x.dtype} for {tuple(total.shape)} of {total.dtype}")
         pointers = ctypes.addressof(mixture), x.data_ptr(), total.data_ptr()
         if self._kernels.experts[x.dtype](*pointers, *x.shape, torch.get_num_threads()):
@@ -130,15 +132,17 @@ class Experts:
     def mixture(self) -> Mixture | None:
         """Return the experts for our CPU kernels, valid while this object exists, or None: a part has no kernel. All
         weights must have been packed."""
-        if self._mixture is None and self._kernels is not None and self.scales is None:
-            self._mixture = self._described()
+        if not self._is_described:
+            self._mixture, self._is_described = self._described(), True
         return self._mixture
 
     def _described(self) -> Mixture | None:
         spec, sigmoids = self.spec, self.spec.sigmoids
+        if self._kernels is None or self.scales is not None or (sigmoids is not None and sigmoids.groups > 1):
+            return None
         linears = [self.router, *(self.shared or ()), *self.gate_ups, *self.downs]
         found = [matmul for linear in linears if (matmul := linear.multiplied()) is not None]
-        if len(found) < len(linears) or (sigmoids is not None and sigmoids.groups > 1):
+        if len(found) < len(linears):
             return None
         router, *rest = found
         shared = [rest.pop(0), rest.pop(0)] if self.shared is not None else [Multiplied(), Multiplied()]

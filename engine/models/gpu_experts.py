@@ -33,7 +33,11 @@ QUANTIZED_TILES = {8: gpu_weights.TILES[16], skinny.ANY: gpu_weights.TILES[64]}
 
 
 class RoutedExperts:
-    """The experts of a layer, whose weights are loaded. A token's result is computed as in Experts."""
+    """The experts of a layer, whose weights are loaded. A token's result is computed as in Experts.
+
+    Sigmoids, groups of experts and the MLP beside them are those of GLM-4.5, whose partial rotary embeddings OnGPU does
+    not have yet, unless config.json turns all of each head.
+    """
 
     def __init__(self, experts: Experts, activation: str) -> None:
         self.spec, self.router = experts.spec, experts.router
@@ -162,6 +166,8 @@ class Grouped:
 
 def objection(experts: Experts) -> str | None:
     """Return why RoutedExperts cannot compute these experts, or None."""
+    if len({each.quantized is None for each in (*experts.gate_ups, *experts.downs)}) > 1:
+        return "experts of which some weights are quantized and some are not"
     for linears in (experts.gate_ups, experts.downs):
         forms = {None if each.quantized is None else each.quantized.forms for each in linears}
         if len(forms) > 1 or any(form is not None and len(form) > 1 for form in forms):
@@ -177,7 +183,7 @@ def jobs(experts: Experts, activation: str, dtype: torch.dtype, *, wide: bool) -
     routed = RoutedExperts(experts, activation)
     logits = torch.empty(1, experts.spec.count, dtype=torch.float32 if wide else dtype, device=META)
     yield partial(routed.choose, logits)
-    hidden, active = experts.router.weight.shape[1], experts.spec.active
+    hidden, active = experts.hidden, experts.spec.active
     for tokens in routed.sizes():
         x = torch.empty(tokens, hidden, dtype=dtype, device=META)
         weights = torch.empty(tokens, active, dtype=torch.float32, device=META)
@@ -191,11 +197,11 @@ def trial(experts: Experts, activation: str) -> str | None:
 
     Kernels that have not been compiled before are compiled now, and not while a graph is captured.
     """
-    router = experts.router.weight
-    draw = torch.Generator(router.device).manual_seed(0)
+    device = experts.router.weight.device
+    draw = torch.Generator(device).manual_seed(0)
     routed = RoutedExperts(experts, activation)
     for tokens in routed.sizes():
-        x = torch.randn(tokens, router.shape[1], generator=draw, dtype=router.dtype, device=router.device)
+        x = torch.randn(tokens, experts.hidden, generator=draw, dtype=experts.dtype, device=device)
         weights, chosen = routed.route(x)
         scaled = experts.route(x)[0] * experts.spec.scale
         ours, nothing = torch.zeros_like(x), torch.zeros_like(x)

@@ -93,7 +93,7 @@ def _first_of_each_kind(parts: Parts) -> list[Layer]:
     model, _, layers, _ = parts
     found: dict[object, Layer] = {}
     for layer in layers:
-        linears = layer.linears if layer.experts is None else (*layer.linears, *layer.experts.gate_ups)
+        linears = dict.fromkeys(linear for _, linear, *_ in layer.parts())
         forms = tuple(None if each.quantized is None else each.quantized.forms for each in linears)
         found.setdefault((model.layers[layer.index], layer.turn, forms), layer)
     return list(found.values())

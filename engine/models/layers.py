@@ -27,7 +27,7 @@ from ..kernels.matmul import (
 from ..kernels.structures import Gate, Multiplied
 from .gpu_weights import CodedRows, GPUProduct, GPUWeight, load
 from .rounding import rounded
-from .skinny import Tile, Uniform, multiply
+from .skinny import Tile, Uniform, multiply, tile_of
 
 # Rows for which torch reorders a weight: those of a decode step, where the order matters most.
 PACK_ROWS = 16
@@ -265,8 +265,7 @@ class Linear:
         self._few = tiles
 
     def _tile(self, rows: int) -> Tile | None:
-        tiles = self._few if self._uniform is None else self._uniform
-        return next((tile for most, tile in tiles.items() if rows <= most), None)
+        return tile_of(self._few if self._uniform is None else self._uniform, rows)
 
     @property
     def uniform(self) -> Uniform | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import cast
 
@@ -159,34 +160,37 @@ def choose(model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotarie
             tried.add(tiles)
     try:
         return {rows: _fastest(measured(layers, rows, model.decoder.activation)) for rows in CANDIDATES}
-    except RuntimeError as error:  # of a capture
+    except Exception as error:  # of a capture, or of Triton
         return f"products of few rows could not be measured: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _fastest(times: Mapping[str, Times]) -> Tiles:
-    addition = times["addition"][None]
+    addition, has_mlp = times["addition"][None], times["down"] != {None: 0.0}
     output, gate_up = fastest_pair(times["output"], times["gate_up"], addition)
-    down, qkv = fastest_pair(times["down"], times["qkv"], addition)
+    down, qkv = fastest_pair(times["down"], times["qkv"], addition if has_mlp else 0.0)  # experts leave nothing to add
     return Tiles(qkv, output, gate_up, down)
 
 
 def choose_head(head: Linear) -> None:
-    """Let our kernel compute the logits of few rows where it is faster than torch, after a trial."""
+    """Let our kernel compute the logits of few rows where it is faster than torch, after a trial.
+
+    Whatever fails leaves them to torch.
+    """
+    if head.is_plain and is_measurable(head.weight):
+        with suppress(Exception), torch.inference_mode():
+            head.use_for_few({rows: _fastest_head(head, rows) for rows in CANDIDATES})
+
+
+def _fastest_head(head: Linear, rows: int) -> Tile | None:
     weight = head.weight
-    if not head.is_plain or not is_measurable(weight):
-        return
-    chosen: dict[int, Tile | None] = {}
-    with torch.inference_mode():
-        for rows in CANDIDATES:
-            x = torch.randn(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-            want = head(x)
-            times: dict[Tile | None, float] = {None: seconds([partial(head, x)], weight.device)}
-            for tile in CANDIDATES[rows]:
-                product = partial(multiply, x, weight, tile, bias=head.bias, dtype=want.dtype)
-                if relative(product(), want) < MAX_ERROR[weight.dtype]:
-                    times[tile] = seconds([product], weight.device)
-            chosen[rows] = fastest(times)
-    head.use_for_few(chosen)
+    x = torch.randn(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    want = head(x)
+    times: dict[Tile | None, float] = {None: seconds([partial(head, x)], weight.device)}
+    for tile in CANDIDATES[rows]:
+        product = partial(multiply, x, weight, tile, bias=head.bias, dtype=want.dtype)
+        if relative(product(), want) < MAX_ERROR[weight.dtype]:
+            times[tile] = seconds([product], weight.device)
+    return fastest(times)
 
 
 @torch.inference_mode()
@@ -257,15 +261,17 @@ def trial(
     *,
     invariant: bool = False,
 ) -> str | None:
-    """Compute the first layers, up to the first one with experts, for a few tokens; return why the kernels cannot be
-    used, or None.
+    """Compute the first layers, up to the first ones with experts and with an MLP, for a few tokens; return why the
+    kernels cannot be used, or None.
 
     `choices`: see OnGPU; as many tokens as the largest has are computed. `invariant`: see PagedGPU. The compiled
     kernels are kept, so this costs a start no more than their first use would.
     """
     device = embedding.weight.device
-    first = layers[: 1 + next((place for place, layer in enumerate(layers) if layer.experts is not None), 0)]
-    count = max([*(choices or [TRIAL_TOKENS]), *([MANY_TOKENS] if first[-1].experts is not None else [])])
+    kinds = {layer.experts is None: place for place, layer in reversed([*enumerate(layers)])}
+    first = layers[: 1 + max(kinds.values())]
+    mixture = next((layer.experts for layer in first if layer.experts is not None), None)
+    count = max([*(choices or [TRIAL_TOKENS]), *([MANY_TOKENS] if mixture is not None else [])])
     num_blocks = -(-count // TRIAL_BLOCK)
     results = []
     try:
@@ -284,11 +290,10 @@ def trial(
             results.append(executor.run(Forward(tokens % model.vocab_size, tokens, plan, cache, tokens)).double())
         ours, reference = results
         error = float((ours - reference).norm() / reference.norm())
-        if first[-1].experts is not None:  # of some tokens another expert may be chosen, because of the rounding before
+        if mixture is not None:  # of some tokens another expert may be chosen, because of the rounding before
             error = float(((ours - reference).norm(dim=1) / reference.norm(dim=1)).median())
-        if (experts := first[-1].experts) is not None:
             assert model.decoder is not None
-            if reason := gpu_experts.trial(experts, model.decoder.activation):
+            if reason := gpu_experts.trial(mixture, model.decoder.activation):
                 return reason
     except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
         lines = (str(problem).strip().splitlines() or [""])[0]

@@ -19,7 +19,7 @@ from ..attention.paged_gpu import dependence, is_interpreted
 from ..kernels.launching import launch
 from .routing import Routed
 
-Clamp = tuple[float, float]  # limit and alpha, see layers.Clamp
+Clamp = tuple[float, float]  # the limit and alpha of a layers.Clamp
 
 
 class Tile(NamedTuple):
@@ -50,7 +50,6 @@ IN_PARTS = {
     32: (Tile(32, 32, 8, 4, parts=4),),
 }
 MOST_TILES = 1 << 14  # of a product whose sums are in parts
-MOST_ROWS = max(CANDIDATES)
 REPLAYS = 3  # of a measurement; the shortest was disturbed least
 MEASURED_BYTES = 256 << 20  # of weights, so that none stays in the cache
 GAIN = 1.02  # in speed, below which torch's product stays
@@ -84,9 +83,9 @@ def tiles_of(choices: Choices, rows: int) -> Tiles:
     return next((tiles for most, tiles in choices.items() if rows <= most), TORCH)
 
 
-def uniform_tile(uniform: Uniform, rows: int) -> Tile:
-    """Return the tile of a product of this many rows."""
-    return next(tile for most, tile in uniform.items() if rows <= most)
+def tile_of(tiles: Mapping[int, Tile | None], rows: int) -> Tile | None:
+    """Return the tile of a product of this many rows; None: torch computes it."""
+    return next((tile for most, tile in tiles.items() if rows <= most), None)
 
 
 def multiply(

@@ -115,11 +115,16 @@ def test_quantized_weights_stay_quantized(bits, kind, monkeypatch):
 def test_experts_that_are_stored_in_two_forms_or_orders_are_left_to_torch():
     experts = experts_of(hidden=96, inner=64)
     assert objection(experts) is None
-    experts.downs[1].pack(None, quantization=Quantization(8))
-    assert objection(experts) == "experts whose weights are stored in several forms"
-    for linear in (*experts.downs[:1], *experts.downs[2:]):
+    for linear in experts.downs:
         linear.pack(None, quantization=Quantization(8))
-    assert objection(experts) is None
+    assert objection(experts) == "experts of which some weights are quantized and some are not"
+    for linear, bits in zip(experts.gate_ups, (4, 8, 4, 4, 4), strict=True):
+        linear.pack(None, quantization=Quantization(bits))
+    assert objection(experts) == "experts whose weights are stored in several forms"
+    experts = experts_of(hidden=96, inner=64)
+    for linear in [experts.router, *experts.gate_ups, *experts.downs]:
+        linear.pack(None, quantization=Quantization(8))
+    assert objection(experts) is None and gpu_experts.trial(experts, "silu") is None
     (part,) = experts.downs[3].quantized.parts
     part.order = torch.arange(64)
     assert objection(experts) == "experts whose columns are stored in an order of their own"

@@ -34,7 +34,7 @@ from engine.models.gpu_experts import RoutedExperts
 from engine.models.gpu_weights import ROUNDED, GPUProduct, random_weight
 from engine.models.on_gpu import OnGPU
 from engine.models.routing import Order
-from engine.models.skinny import ANY, UNIFORM, UNIFORM_FLOAT32, Tile, multiply, uniform_tile
+from engine.models.skinny import ANY, UNIFORM, UNIFORM_FLOAT32, Tile, multiply, tile_of
 from engine.runner import cuda_graphs, logits_choice, triton_logits
 from engine.runner.logits import TorchLogits
 from engine.scheduler import Scheduler
@@ -168,7 +168,8 @@ def test_a_product_of_any_number_of_rows_has_the_same_bits_with_all_tiles(dtype,
     whole = {}
     for number, uniform in enumerate(candidates):
         for first, last in [(0, 150), (0, 1), (149, 150), (3, 20), (1, 66), (5, 5)]:
-            tile = uniform_tile(uniform, last - first)
+            tile = tile_of(uniform, last - first)
+            assert tile is not None
             found = multiply(x[first:last], weight, tile, bias=bias, dtype=torch.float32)
             assert torch.equal(found, whole.setdefault(number, found)[first:last])
     assert len({tuple(found.flatten().tolist()) for found in whole.values()}) == 1

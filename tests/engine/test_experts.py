@@ -108,7 +108,12 @@ def test_layers_without_experts_have_an_mlp(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "executors"),
-    [("mixtral", [Fused, Eager]), ("qwen3_moe-sparse", [Fused, Eager]), ("gpt_oss", [Eager])],
+    [
+        ("mixtral", [Fused, Eager]),
+        ("qwen3_moe-sparse", [Fused, Eager]),
+        ("glm4_moe", [Fused, Eager]),
+        ("gpt_oss", [Eager]),
+    ],
 )
 def test_one_call_of_our_kernels_computes_the_layers_if_they_are_otherwise_those_of_llama(tmp_path, name, executors):
     if choose("auto", CPU, torch.float32).kernels is None:
@@ -192,6 +197,8 @@ def test_groups_and_shapes_that_our_kernel_does_not_take():
     experts = packed(torch.float32, 40, count=6, sigmoids=Sigmoids(3, 2, 1.0))
     assert experts.mixture() is None and experts(torch.ones(2, 40), torch.ones(2, 40)).shape == (2, 40)
     experts = packed(torch.float32, 40)
+    with pytest.raises(ValueError, match=r"of torch\.bfloat16 for"):
+        experts(torch.ones(2, 40).bfloat16(), torch.ones(2, 40).bfloat16())
     with pytest.raises(ValueError, match=r"experts of \(2, 39\) of torch.float32 for \(2, 40\)"):
         experts(torch.ones(2, 39), torch.ones(2, 40))
 
