@@ -21,7 +21,7 @@ async def test_the_text_files_follow_the_commit_of_the_weights(tmp_path, monkeyp
         looked.append(revision)
         folder = tmp_path / commits[revision]
         shutil.copytree(built_in, folder, dirs_exist_ok=True)
-        return SimpleNamespace(path=folder, revision=commits[revision])
+        return SimpleNamespace(path=folder, revision=commits[revision], sampling={})
 
     monkeypatch.setattr(engine, "fetch", fake)
     fakes = FakeEngine()
