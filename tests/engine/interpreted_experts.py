@@ -22,20 +22,20 @@ from engine.kernels.gpu import skinny as skinny_kernels
 from engine.models import gpu_experts, gpu_weights, skinny
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
-from engine.models.experts import Experts, ExpertsSpec, Sigmoids
+from engine.models.experts import Experts, Sigmoids
 from engine.models.gpu_experts import RoutedExperts, objection
-from engine.models.layers import Clamp, Quantization
+from engine.models.layers import Quantization
 from engine.models.on_gpu import OnGPU
 from engine.models.skinny import ANY, Tile
 from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, Calls, cache_of, inside, step
 from tests.engine.interpreter import prepare
 from tests.engine.recorder import Recorder
-from tests.engine.test_attention import CPU
+from tests.engine.test_experts import KINDS as OWN_KINDS
+from tests.engine.test_experts import random_experts
 from tests.models import load_model, make
 
 prepare()
 SMALL = Tile(16, 16, 2, 2)
-SHAPE = ExpertsSpec(5, 2, 24, True, frozenset(), ("gate", "{}.gate", "{}.up", "{}.down"))
 
 
 @pytest.fixture(autouse=True)
@@ -46,34 +46,15 @@ def small(monkeypatch):
 
 
 def experts_of(dtype: torch.dtype = torch.float32, hidden: int = 40, **changes: Any) -> Experts:
-    """Return experts with random weights."""
-    spec = ExpertsSpec(**{**{name: getattr(SHAPE, name) for name in SHAPE.__slots__}, **changes})
-    draw = torch.Generator().manual_seed(spec.count)
-    experts = Experts(hidden, spec, dtype, CPU, activation="silu")
-    linears = [experts.router, *experts.gate_ups, *experts.downs, *(experts.shared or ())]
-    for linear in linears:
-        linear.weight.normal_(0, 0.3, generator=draw)
-        if linear.bias is not None:
-            linear.bias.normal_(0, 0.3, generator=draw)
-    if experts.correction is not None:
-        experts.correction.normal_(0, 0.3, generator=draw)
-    return experts
+    return random_experts(dtype, hidden, **changes)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
 
 
-KINDS = {
-    "softmax": {},
-    "softmax that is not normalized": {"is_normalized": False},
-    "one expert per token": {"active": 1},
-    "all experts": {"active": 5},
-    "biases and a clamp": {"has_bias": True, "clamp": Clamp(0.5, 1.7)},
-    "sigmoids": {"sigmoids": Sigmoids(1, 1, 2.5)},
-    "sigmoids in groups, and a shared MLP": {"count": 6, "sigmoids": Sigmoids(3, 2, 2.5), "shared": 32},
-    "scaled results and a shared MLP": {"scale": 0.25, "shared": 32},
-}
+GROUPS: dict[str, Any] = {"count": 6, "sigmoids": Sigmoids(3, 2, 2.5), "shared": 32}
+KINDS = {**OWN_KINDS, "sigmoids in groups, and a shared MLP": GROUPS}
 
 
 @pytest.mark.parametrize(

@@ -134,11 +134,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def packed(dtype: torch.dtype, hidden: int, **changes: Any) -> Experts:
-    """Return experts with random weights, packed for our kernels."""
-    kernels = choose("auto", CPU, dtype).kernels
-    if kernels is None:
-        pytest.skip("no kernels here")
+def random_experts(dtype: torch.dtype, hidden: int, **changes: Any) -> Experts:
+    """Return experts with random weights."""
     sizes: dict[str, Any] = {"count": 5, "active": 2, "inner": 24, "is_normalized": True, "dense": frozenset()}
     spec = ExpertsSpec(**{**sizes, "names": ("gate", "{}.gate", "{}.up", "{}.down"), **changes})
     draw = torch.Generator().manual_seed(hidden)
@@ -149,6 +146,15 @@ def packed(dtype: torch.dtype, hidden: int, **changes: Any) -> Experts:
             linear.bias.normal_(0, 0.3, generator=draw)
     if experts.correction is not None:
         experts.correction.normal_(0, 0.3, generator=draw)
+    return experts
+
+
+def packed(dtype: torch.dtype, hidden: int, **changes: Any) -> Experts:
+    """Return experts with random weights, packed for our kernels."""
+    kernels = choose("auto", CPU, dtype).kernels
+    if kernels is None:
+        pytest.skip("no kernels here")
+    experts = random_experts(dtype, hidden, **changes)
     experts.pack(kernels, None, None, {})
     return experts
 
