@@ -69,12 +69,10 @@ struct Group {
     if constexpr (S < SIZE / 4) {
 #if !defined(HAS_VNNI)
       if constexpr (BITS < 8) {
-        const int STEPS = Narrow::steps(CODED ? 24 : (1 << BITS) - 1);  // E2M1's largest number is 24
-        UNROLLED for (int j = 0; j < J; ++j) {
-          U some[STEPS];
-          expand<S>(upper[j], w + j / 2 * size + j % 2 * LANES * 4, some);
-          Narrow::step<M, J, STEPS>(sum, j, some, x);
-        }
+        const int STEPS = Narrow::steps(CODED ? 24 : (1 << BITS) - 1, SIZE / 4);  // E2M1's largest number is 24
+        U products[M][J];
+        narrow<M, J, S, S + STEPS>(products, true, upper, w, size, x);
+        Narrow::add<M, J>(sum, products);
         multiply<M, J, S + STEPS>(sum, upper, w, size, x + STEPS * M * 4);
       } else
 #endif
@@ -87,13 +85,19 @@ struct Group {
     }
   }
 
-  template <int S, int COUNT, int I = 0>
-  static inline __attribute__((always_inline)) void expand(const U& upper, const char* w, U (&some)[COUNT]) {
-    if constexpr (I < COUNT) {
-      some[I] = numbers<S + I>(upper, w);
-      expand<S, COUNT, I + 1>(upper, w, some);
+#if !defined(HAS_VNNI)
+  // The steps from S to END, whose products are added in 16 bits.
+  template <int M, int J, int S, int END>
+  static inline __attribute__((always_inline)) void narrow(U (&products)[M][J], bool first, const U (&upper)[J],
+                                                           const char* w, int64_t size, const char* x) {
+    if constexpr (S < END) {
+      U four[J];
+      UNROLLED for (int j = 0; j < J; ++j) four[j] = numbers<S>(upper[j], w + j / 2 * size + j % 2 * LANES * 4);
+      Narrow::step<M, J>(products, first, four, x);
+      narrow<M, J, S + 1, END>(products, false, upper, w, size, x + M * 4);
     }
   }
+#endif
 };
 
 // -- scales -----------------------------------------------------------------------------------------------------------
@@ -139,8 +143,8 @@ class Scales {
 
 // -- the sums ---------------------------------------------------------------------------------------------------------
 
-// Independent of the activations' type, so that it is compiled once for all types.
-template <int BITS, bool CODED>
+// Independent of the activations' type, so that it is compiled once for all types. PLANES: bytes of an activation.
+template <int BITS, bool CODED, int PLANES>
 struct Sums {
   typedef Group<BITS, CODED> Layout;
   static const int FOURS = Layout::SIZE / 4;
@@ -148,15 +152,23 @@ struct Sums {
   // What is added to numbers of formats without minimums when they are multiplied.
   static const int OFFSET = CODED ? 12 : BITS == 8 ? Way::OFFSET : 1 << (BITS - 1);
   // Of a row's group: -OFFSET times the sum of its numbers, their scale, the sum times the scale, and the bytes.
-  static constexpr int row_bytes(int planes) { return 12 + planes * BYTES; }
+  static const int ROW_BYTES = 12 + PLANES * BYTES;
 
-  // With several rows a panel's vectors are multiplied one after the other, so that registers can hold the running
-  // sums: to load and store them for each group took a tenth to a quarter of the time.
+  // How many of the vectors of some panels are multiplied at once. With several rows one after the other, so that
+  // registers can hold the running sums: to load and store them for each group took a tenth to a quarter of the time.
+  // With AVX2 sums in 16 bits of two vectors, which read x once, are faster than running sums in registers.
+  static constexpr int at_once(int rows, int panels) {
+#if !defined(HAS_VNNI)
+    if (BITS < 8) return 2 * panels;
+#endif
+    return rows < 4 ? 2 * panels : 1;
+  }
+
   template <int M, int P>
   static __attribute__((noinline)) void compute(const Matrix& matrix, int64_t units, int64_t panel, const char* w,
                                                 const char* xs, const char* ahead, int lines,
                                                 float (&out)[M][P][WIDTH]) {
-    constexpr int J = M < 4 ? 2 * P : 1;
+    constexpr int J = at_once(M, P);
     for (int first = 0; first < 2 * P * LANES; first += J * LANES, lines = 0)
       vectors<M, J>(matrix, units, panel, w + first * 4, first, xs, ahead, lines, out[0][0] + first, P * WIDTH);
   }
@@ -169,8 +181,7 @@ struct Sums {
     // Running sums, sums of the group, weights and scales; otherwise the running sums are in the first-level cache.
     constexpr bool IN_REGISTERS = 2 * M * J + 3 * J + 1 <= (LANES == 16 ? 32 : 16);
     const Format& format = format_of(matrix.format);
-    const int planes = matrix.planes;
-    const bool has_minimum = format.has_minimum, from_zero = has_minimum || planes == 2;
+    const bool has_minimum = format.has_minimum, from_zero = has_minimum || PLANES == 2;
     const int64_t size = units * WIDTH * 4, groups = groups_of_record(format, units / Layout::UNITS);
     const int64_t blocks = units / Layout::UNITS / groups, record_bytes = Scales::record_bytes(format, groups);
     const char* records = (const char*)matrix.scales + panel * blocks * record_bytes;
@@ -190,7 +201,7 @@ struct Sums {
       Scales scales[J];
       UNROLLED for (int j = 0; j < J; ++j)
         scales[j] = Scales(format, records + j / 2 * blocks * record_bytes, first + j % 2 * LANES);
-      for (int64_t g = 0; g < groups; ++g, xs += M * row_bytes(planes), w += Layout::UNITS * WIDTH * 4) {
+      for (int64_t g = 0; g < groups; ++g, xs += M * ROW_BYTES, w += Layout::UNITS * WIDTH * 4) {
         for (int64_t l = 0; l < Layout::UNITS * lines; ++l, ahead += 64) __builtin_prefetch(ahead, 0, 2);
         U sum[M][J], upper[J];
         if (from_zero) {
@@ -202,7 +213,7 @@ struct Sums {
         }
         UNROLLED for (int j = 0; j < J; ++j) upper[j] = load_units(w + j / 2 * size + j % 2 * LANES * 4);
         Layout::template multiply<M, J>(sum, upper, w, size, xs + 12 * M);
-        if (planes == 2) {
+        if constexpr (PLANES == 2) {
           UNROLLED for (int m = 0; m < M; ++m) {
             const U offset = has_minimum ? set1_units(0) : set1_units(((const uint32_t*)xs)[m]);
             UNROLLED for (int j = 0; j < J; ++j) sum[m][j] = add_ints(shift_left<FINE_BITS>(sum[m][j]), offset);
@@ -227,11 +238,10 @@ struct Sums {
   }
 };
 
-// PLANES: bytes of an activation.
 template <class Number_, int BITS, int PLANES, bool CODED = false>
 struct InBlocks : InPanels<InBlocks<Number_, BITS, PLANES, CODED>> {
   typedef Number_ Number;
-  typedef Sums<BITS, CODED> All;
+  typedef Sums<BITS, CODED, PLANES> All;
   typedef Group<BITS> Layout;
 
 #if !defined(HAS_VNNI)
@@ -239,13 +249,14 @@ struct InBlocks : InPanels<InBlocks<Number_, BITS, PLANES, CODED>> {
   // Codes take longer to look up, and are faster with two.
   static constexpr int panels(int64_t rows) { return CODED && rows < 3 ? 2 : 1; }
   static const int64_t AHEAD = 4 << 10;
+  static const int TALL = BITS < 8 ? 5 : HEIGHT;  // sums of two vectors, in 16 bits, fit in the registers
 #endif
 
   static int64_t units(int64_t columns) { return ceil_div(columns, Layout::SIZE) * Layout::UNITS; }
-  static int64_t row_bytes(int64_t units) { return units / Layout::UNITS * All::row_bytes(PLANES); }
+  static int64_t row_bytes(int64_t units) { return units / Layout::UNITS * All::ROW_BYTES; }
 
   static void pack_x(const Number* x, int64_t columns, int64_t, int64_t rows, char* to) {
-    for (int64_t k = 0; k < columns; k += Layout::SIZE, to += rows * All::row_bytes(PLANES))
+    for (int64_t k = 0; k < columns; k += Layout::SIZE, to += rows * All::ROW_BYTES)
       for (int64_t m = 0; m < rows; ++m) {
         Bytes<Layout::SIZE> bytes;
         bytes.quantize(x + m * columns + k, columns - k);

@@ -98,19 +98,30 @@ struct Way {
   }
 };
 
-// Adds the products of a few steps in 16 bits, which takes half the time.
+// Adds the products of several steps in 16 bits, which takes half the time.
 struct Narrow {
-  // How many steps' sums fit in 16 bits: a step adds two products of at most `largest` * LARGEST.
-  static constexpr int steps(int largest) { return 2 * largest * LARGEST * 4 < 1 << 15 ? 4 : 2; }
+  // How many steps' sums fit in 16 bits, of `most`: a step adds two products of at most `largest` * LARGEST.
+  static constexpr int steps(int largest, int most) {
+    return 2 * largest * LARGEST * most < 1 << 15 ? most : steps(largest, most / 2);
+  }
 
-  template <int M, int J, int STEPS>
-  static inline __attribute__((always_inline)) void step(U (&sum)[M][J], int j, const U (&w)[STEPS], const char* x) {
+  template <int M, int J>
+  static inline __attribute__((always_inline)) void step(U (&products)[M][J], bool first, const U (&w)[J], const char* x) {
     UNROLLED for (int m = 0; m < M; ++m) {
-      U products = madd_bytes(w[0], set1_units(((const uint32_t*)x)[m]));
-      UNROLLED for (int s = 1; s < STEPS; ++s)
-        products = add_halves(products, madd_bytes(w[s], set1_units(((const uint32_t*)x)[s * M + m])));
-      sum[m][j] = add_ints(sum[m][j], madd_pairs(products, set1_units(0x00010001)));
+      const U a = set1_units(((const uint32_t*)x)[m]);
+      UNROLLED for (int j = 0; j < J; ++j) {
+        const U two = madd_bytes(w[j], a);
+        products[m][j] = first ? two : add_halves(products[m][j], two);
+        in_order(products[m][j]);
+      }
     }
+  }
+
+  template <int M, int J>
+  static inline __attribute__((always_inline)) void add(U (&sum)[M][J], const U (&products)[M][J]) {
+    UNROLLED for (int m = 0; m < M; ++m)
+      UNROLLED for (int j = 0; j < J; ++j)
+        sum[m][j] = add_ints(sum[m][j], madd_pairs(products[m][j], set1_units(0x00010001)));
   }
 };
 #endif

@@ -161,7 +161,7 @@ struct Matmul {
   }
 
   // `height` rows, up to M, by one panel.
-  template <class Of, int M = HEIGHT>
+  template <class Of, int M = Of::TALL>
   void any(int height, const char* xs, int64_t panel, const char* w, char* own, int64_t row, const char* ahead,
            int lines) const {
     if constexpr (M > 1)
