@@ -314,7 +314,10 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
 
 
 def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> dict[str, Any]:
-    """Compile a kernel; return its registers and stack per thread, its shared memory, and its matrix instructions."""
+    """Compile a kernel; return its registers and stack per thread, its shared memory, and its matrix instructions.
+
+    The instructions are counted in PTX, because a disassembler takes longer than most kernels do to compile.
+    """
     types, constants = arguments
     signature = {name: types.get(name, "i32") if name not in constants else "constexpr" for name in kernel.arg_names}
     hints = {
@@ -335,17 +338,16 @@ def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> d
         usage = subprocess.run(
             [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-        code = subprocess.run([TOOLS / "nvdisasm", file.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
+    ptx = compiled.asm["ptx"]
     return {
         "registers": int(found[1]),
-        "stack": int(found[2]),
+        "stack": int(found[2]),  # spilled registers are in it
         "shared": compiled.metadata.shared,
-        "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        "HMMA": len(re.findall(r"\bHMMA", code)),
-        "HGMMA": len(re.findall(r"\bHGMMA", code)),
-        "waits": len(re.findall(r"\bgriddepcontrol\.wait", compiled.asm["ptx"])),  # for the kernel before
+        "mma": len(re.findall(r"\bmma\.sync\.", ptx)),
+        "wgmma": len(re.findall(r"\bwgmma\.mma_async\.", ptx)),
+        "waits": len(re.findall(r"\bgriddepcontrol\.wait", ptx)),  # for the kernel before
     }
 
 
