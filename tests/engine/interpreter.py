@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -23,12 +24,15 @@ class Kept:
 def patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Kept]:
     """Return a function that replaces the functions of triton.language once, not at each launch and call."""
     done: set[frozenset[int]] = set()
+    seen: set[int] = set()  # modules of kernels, by their globals, which are never freed
 
     def patched(fn: Any) -> Kept:
-        modules = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
-        if modules not in done:
-            patch(fn)
-            done.add(modules)
+        if id(fn.__globals__) not in seen:
+            modules = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+            if modules not in done:
+                patch(fn)
+                done.add(modules)
+            seen.add(id(fn.__globals__))
         return Kept()
 
     return patched
@@ -58,13 +62,78 @@ def rounded_once(dot: Callable[..., Any]) -> Callable[..., Any]:
     return product
 
 
+def make_types_once() -> None:
+    """Make one type for all blocks of a shape and an element, and what tensors derive from their type once."""
+    known: dict[tuple[Any, ...], Any] = {}
+    init, tensor_init = tl.block_type.__init__, tl.tensor.__init__
+
+    def new(cls: Any, element: Any, shape: Any) -> Any:
+        key = element.name, *(each.value if isinstance(each, tl.constexpr) else each for each in shape)
+        if key not in known:
+            made = object.__new__(cls)
+            init(made, element, shape)
+            known[key] = made
+        return known[key]
+
+    def of_type(self: Any, handle: Any, kind: Any) -> None:
+        derived = kind.__dict__.get("derived")
+        if derived is None:
+            tensor_init(self, handle, kind)
+            kind.derived = self.shape, self.numel, self.dtype
+        else:
+            self.handle, self.type = handle, kind
+            self.shape, self.numel, self.dtype = derived
+
+    tl.block_type.__new__, tl.block_type.__init__ = new, lambda *_: None
+    tl.tensor.__init__ = of_type
+
+
+def broadcast_by_type(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a broadcast of two tensors that looks up the shape of the result, for blocks of as many dimensions."""
+    results: dict[tuple[Any, Any], tuple[Any, Any]] = {}  # made by make_types_once, so that a type is one object
+
+    def together(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        types = lhs.type, rhs.type
+        if types[0] is types[1]:
+            return lhs, rhs
+        if not (types[0].is_block() and types[1].is_block()) or len(lhs.shape) != len(rhs.shape):
+            return broadcast(self, lhs, rhs)  # type: ignore[no-any-return]
+        key = id(types[0]), id(types[1])
+        if key not in results:
+            results[key] = tuple(each.type for each in broadcast(self, lhs, rhs))  # type: ignore[assignment]
+        return tuple(
+            each
+            if kind is each.type
+            else self.make_tensor(self.builder.create_broadcast(each.handle, kind.shape.values), kind)
+            for each, kind in zip((lhs, rhs), results[key], strict=True)
+        )  # type: ignore[return-value]
+
+    return together
+
+
+def same_types_fit(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a check of the operands of an operation that knows that two blocks of one type need no conversion."""
+
+    def checked(self: Any, lhs: Any, rhs: Any, *options: bool, div_or_mod: bool = False) -> Any:
+        is_division = div_or_mod or len(options) == 4  # its numbers may be converted
+        are_tensors = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor)
+        if are_tensors and lhs.type is rhs.type and not is_division and not lhs.dtype.is_ptr():
+            return lhs, rhs
+        return check(self, lhs, rhs, *options, **({"div_or_mod": True} if div_or_mod else {}))
+
+    return checked
+
+
 @functools.cache
 def prepare() -> None:
-    """Check that Triton interprets, make its products independent of places, and leave out a third of its work."""
+    """Check that Triton interprets, make its products independent of places, and leave out half of its work."""
     assert os.environ.get("TRITON_INTERPRET") == "1"
     interpreter.InterpreterBuilder.create_dot = rounded_once(interpreter.InterpreterBuilder.create_dot)
     interpreter._patch_lang = patched_once(interpreter._patch_lang)
     interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
+    make_types_once()
+    TritonSemantic.binary_op_type_checking_impl = same_types_fit(TritonSemantic.binary_op_type_checking_impl)
+    TritonSemantic.broadcast_impl_value = broadcast_by_type(TritonSemantic.broadcast_impl_value)
     # All tensors are on the host. What copies them there leaves cycles, which would keep them after they are freed.
     interpreter.GridExecutor._init_args_hst = lambda _, args, options: (args, options)
     interpreter.GridExecutor._restore_args_dev = lambda *_: None
