@@ -103,11 +103,12 @@ async def test_a_call_cut_off_before_its_name_is_complete_is_no_text(folder, pat
     flat = {**WEATHER["function"], "type": "function"}
     anthropic = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
     tools = {CHAT: WEATHER, RESPONSES: flat, "/v1/messages": anthropic}[path]
-    for count in range(1, len(ids('<tool_call>\n{"name": "weath')) + 1):
-        sent = body | dict.fromkeys(limit, count) | {"tools": [tools], "stream": stream}
-        response = await ask(folder, path, sent, FakeEngine(saying(CALL)))
-        assert response.status_code == 200
-        assert not any(piece in response.text for piece in ('"<', "tool_call>", '\\"name')), count
+    async with serving(folder, FakeEngine(saying(CALL))) as (client, _):
+        for count in range(1, len(ids('<tool_call>\n{"name": "weath')) + 1):
+            sent = body | dict.fromkeys(limit, count) | {"tools": [tools], "stream": stream}
+            response = await client.post(path, json=sent)
+            assert response.status_code == 200
+            assert not any(piece in response.text for piece in ('"<', "tool_call>", '\\"name')), count
 
 
 async def test_what_is_not_a_tool_is_text(folder):

@@ -128,10 +128,19 @@ def test_flags_of_the_kernels_reach_their_program(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_kernels_are_measured(capfd):
-    pytest.importorskip("engine.bench.kernels")
-    assert main(["bench", "kernels", "--rows", "1", "--isa", "torch", "--seconds", "0.001", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["products"]
+def test_the_kernels_are_measured(monkeypatch, capfd):
+    """Every line of the program, with small sizes: those of a model take half a minute."""
+    program = pytest.importorskip("engine.bench.kernels")
+    monkeypatch.setattr(program, "SHAPES", {"qkv": (96, 64), "head": (500, 64)})
+    monkeypatch.setattr(program.attention, "STEPS", [(1, 1, 128), (3, 1, 100), (1, 40, 60)])
+    monkeypatch.setattr(program.logits, "VOCAB", 1000)
+    for module in (program, program.attention):
+        monkeypatch.setattr(module, "LARGE", 1 << 16)
+    assert program.main(["--rows", "1", "--isa", "torch", "--seconds", "0.001", "--json"]) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert [line["shape"] for line in result["products"]] == ["qkv", "head"]
+    assert len(result["attention"]) == 3 and len(result["logits"]) == 12
+    assert all(line["error"] < 0.02 for line in result["products"] + result["attention"])
 
 
 # With a running server
