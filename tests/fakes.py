@@ -13,8 +13,10 @@ import math
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import httpx
 import tokenizers
@@ -35,6 +37,7 @@ from engine import (
 from server.app import build_app
 from server.http.connection import Connection
 from server.settings import Settings
+from server.tokenization import renderer
 from tests.live import WAIT_S
 from tests.toys import byte_level
 
@@ -315,6 +318,39 @@ class FakeEngine:
             listener(stats)
 
 
+class KeptChild(renderer._Child):
+    """A process that renders templates and stays for the next app with the same ones: its start takes longer than most
+    tests. One that has died, or that is in the middle of a request, is ended as ever."""
+
+    idle: ClassVar[list[KeptChild]] = []  # those that were used last at the end
+    MOST = 4
+    starter = ThreadPoolExecutor(1)
+
+    def __init__(self, templates: Any) -> None:
+        self.templates, self.is_busy = templates, False
+        for kept in self.idle:
+            if kept.templates == templates and kept.process.poll() is None:
+                self.idle.remove(kept)
+                self._connection, self.process = kept._connection, kept.process
+                return
+        # It ends with the thread that has started it, so not in one of the app's.
+        self.starter.submit(super().__init__, templates).result()
+
+    def ask(self, request: Any) -> tuple[bytes, str]:
+        self.is_busy = True
+        reply = super().ask(request)
+        self.is_busy = reply[0] == renderer.EXHAUSTED
+        return reply
+
+    def end(self) -> None:
+        if self.is_busy or self.process.poll() is not None:
+            super().end()
+            return
+        self.idle.append(self)
+        if len(self.idle) > self.MOST:
+            super(KeptChild, self.idle.pop(0)).end()
+
+
 @contextlib.asynccontextmanager
 async def serving(
     folder: Path, engine: FakeEngine | None = None, *, wait: bool = True, **settings: Any
@@ -322,7 +358,9 @@ async def serving(
     """The app over a fake engine, and a client that calls it without a socket (so that answers come whole)."""
     engine = engine or FakeEngine()
     app = build_app(Settings(**{"model": str(folder), "served_model_name": ["fake"], **settings}), engine)
-    async with app.router.lifespan_context(app):
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(mock.patch.object(renderer, "_Child", KeptChild))
+        await stack.enter_async_context(app.router.lifespan_context(app))
         if wait:
             await app.state.pequod.ready()
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
