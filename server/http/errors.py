@@ -97,8 +97,14 @@ class ErrorForm(NamedTuple):
 
     def covers(self, scope: Scope) -> bool:
         """Whether a request belongs to the API."""
-        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = own_path(scope)
         return path == self.path or path.startswith(f"{self.path}/")
+
+
+def own_path(scope: Scope) -> str:
+    """Return the path of a request without --root-path."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
