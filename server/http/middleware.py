@@ -54,7 +54,7 @@ class RootPathMiddleware:
 
 
 class OriginMiddleware(CORSMiddleware):
-    """CORS for the allowed origins. RequestMiddleware refuses the preflights of others, with our form and a log line."""
+    """CORS for the allowed origins; RequestMiddleware refuses the preflights of others, as without this layer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = header(scope["headers"], b"origin") if scope["type"] == "http" else None
@@ -107,8 +107,10 @@ class RequestMiddleware:
         kind = (header(headers, b"content-type") or b"").partition(b";")[0].strip().lower()
         if method == "POST" and header(headers, b"origin") is not None and kind != b"application/json":
             raise ApiError(415, "A web page must send Content-Type: application/json.", code="invalid_content_type")
-        if (header(headers, b"content-encoding") or b"identity").strip().lower() not in (b"", b"identity"):
-            raise ApiError(415, "Send the body without Content-Encoding.", code="invalid_content_encoding")
+        coding = (header(headers, b"content-encoding") or b"").strip().lower()
+        if method == "POST" and coding not in (b"", b"identity"):
+            message = "The body must not be compressed: send it without Content-Encoding."
+            raise ApiError(415, message, code="invalid_content_encoding")
         length = header(headers, b"content-length") or b""
         if length.isdigit():
             self.limits.check_body_size(int(length))

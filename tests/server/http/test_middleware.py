@@ -137,6 +137,7 @@ async def test_a_compressed_body_is_refused_by_name(tmp_path):
             answer = await client.post("/tokenize", content=b'{"prompt": "a"}', headers=headers)
             assert answer.status_code == status
             assert status == 200 or answer.json()["error"]["code"] == "invalid_content_encoding"
+        assert (await client.get("/live", headers={"Content-Encoding": "gzip"})).status_code == 200  # without a body
 
 
 async def test_unknown_routes_and_methods_get_the_error_envelope(tmp_path):
