@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from starlette.routing import BaseRoute
 from starlette.types import Scope
 
+from .body import names
 from .errors import ApiError, own_path
-from .fields import Wire, own_names, subclasses
+from .fields import Wire
 
 # Probes and pages, which are called all the time.
 QUIET = frozenset(("/live", "/ready", "/health", "/version", "/metrics", "/docs", "/openapi.json"))
@@ -63,5 +64,4 @@ def known_param(param: str) -> str:
 @functools.cache
 def fields() -> frozenset[str]:
     """Return the names of all fields of requests and of the objects in them, and of other parameters."""
-    kinds = list(subclasses(Wire))
-    return PARAMETERS | frozenset(name for kind in kinds for name in (*own_names(kind), *kind.unsupported))
+    return PARAMETERS | names(Wire)
