@@ -358,7 +358,9 @@ def _tries(
             return None
 
     if requested.kv_cache_memory and (plan := works(kv_cache_memory=None)):
-        tries.append(f"remove `kv_cache_memory`: it is then {_gb(plan.kv_cache_bytes)}, {plan.num_tokens} tokens")
+        tries.append(
+            f"remove `kv_cache_memory`: the cache is then {_gb(plan.kv_cache_bytes)}, {plan.num_tokens} tokens"
+        )
     if requested.num_blocks and (plan := works(num_blocks=None)):
         tries.append(f"remove `num_blocks`: there are then {plan.num_blocks} blocks, {plan.num_tokens} tokens")
     if requested.max_len and (plan := works(max_len=None)) and plan.max_len < config.max_len:
@@ -367,7 +369,7 @@ def _tries(
         cache = _cache_that_fits(spec, config, machine, backend)
         if cache != requested.kv_cache_memory and (plan := works(kv_cache_memory=cache)):
             most = "at most " * (cache < (requested.kv_cache_memory or 0))
-            tries.append(f"{most}`kv_cache_memory={cache}`, which is free now and makes {plan.num_tokens} tokens")
+            tries.append(f"{most}`kv_cache_memory={cache}`, which is free now and holds {plan.num_tokens} tokens")
     if machine.kind == "cuda":
         more = [share for share in (0.95, 0.98) if share > requested.gpu_memory_utilization]
         tries += [f"`gpu_memory_utilization={share}`" for share in more if works(gpu_memory_utilization=share)][:1]

@@ -221,7 +221,7 @@ class ProcessEngine(Client):
             seconds, self._down_since = time.monotonic() - self._down_since, None
             number = sum(entry.was_running or bool(entry.output_ids) for entry in self._open.values())
             which = "1 request continues" if number == 1 else f"{number} requests continue"
-            log.info("the engine is back after %.1f s, %s", seconds, which)
+            log.info("the engine is back after %.1f s; %s", seconds, which)
         self._send_all()
 
     # Requests

@@ -11,7 +11,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 
 from engine import ConfigError, Engine
 
@@ -20,7 +19,7 @@ from .api.responses.state import ResponsesState
 from .api.routers import ROUTERS
 from .http import errors
 from .http.auth import roles
-from .http.middleware import RequestMiddleware, RootPathMiddleware
+from .http.middleware import OriginMiddleware, RequestMiddleware, RootPathMiddleware
 from .observability.logs import StepLog
 from .settings import Settings
 from .state import AppState
@@ -72,7 +71,7 @@ def build_app(settings: Settings, engine: Engine) -> FastAPI:
         layers.insert(
             0,
             Middleware(
-                CORSMiddleware,
+                OriginMiddleware,
                 allow_origins=settings.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],  # OpenAI's JavaScript client adds a dozen of its own

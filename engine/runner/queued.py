@@ -17,7 +17,8 @@ NOT_FINITE, NOTHING = -1, -2  # instead of a token id; the first comes from a Lo
 ERRORS = {
     NOT_FINITE: RowError("the logits for this request, or what its penalties make of them, are not finite numbers"),
     NOTHING: RowError(
-        "logit_bias, allowed_ids, bad_words, min_tokens and the grammar leave no token that could be sampled",
+        "logit_bias, allowed_token_ids, bad_words, stop_token_ids, min_tokens and the grammar "
+        "leave no token that could be sampled",
         ErrorCode.NO_TOKEN_LEFT,
     ),
 }

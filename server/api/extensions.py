@@ -38,7 +38,7 @@ class VllmFields(Wire):
         "return_tokens_as_token_ids": refused(False, hint="send return_token_ids instead"),
         "routed_experts_prompt_start": refused(0),
         "stream_interval": refused(1),
-        "truncate_prompt_tokens": refused(hint="shorten the prompt, a prompt that is too long is a 400"),
+        "truncate_prompt_tokens": refused(hint="shorten the prompt: one that is too long gets a 400"),
         "vllm_xargs": refused({}),
     }
     session_id: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
@@ -68,7 +68,7 @@ class LlamaCppFields(Wire):
         **all_refused("min_keep mirostat n_cache_reuse n_discard n_indent", refused(0)),
         **all_refused("mirostat_eta xtc_threshold", refused(0.1)),
         "adaptive_decay": refused(0.9),
-        "cache_prompt": refused(True, hint="send a cache_salt of its own to keep a prompt from the shared cache"),
+        "cache_prompt": refused(True, hint="send a unique cache_salt to keep the prompt out of the shared cache"),
         "dry_allowed_length": refused(2),
         "dry_base": refused(1.75),
         "dry_penalty_last_n": refused(-1, 0),
@@ -81,7 +81,7 @@ class LlamaCppFields(Wire):
         "n_predict": refused(-1, hint="send max_tokens instead"),
         "n_probs": refused(0, hint="send logprobs instead"),
         "reasoning_format": refused("auto"),
-        "repeat_last_n": refused(-1, hint="send repetition_penalty alone, which covers all tokens"),
+        "repeat_last_n": refused(-1, hint="repetition_penalty covers all tokens"),
         "return_tokens": refused(False, hint="send return_token_ids instead"),
         "t_max_predict_ms": refused(-1, hint="send the header X-Deadline-Ms instead"),
     }

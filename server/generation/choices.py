@@ -133,7 +133,7 @@ class Choice(Reader):
             reason = "tool_calls"
         if self.is_json:
             self._json += [part.text for part in parts if isinstance(part, Content)]
-            if reason == "stop":
+            if reason == "stop" and not self.stream.stopped:
                 check_json("".join(self._json))
         return Output(
             choice=self.index,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from engine import grammar_problem
 
 from ..http.excerpt import shown
+from .property_names import replace_names
 from .regex_length import MAX_SHORTEST, is_too_long, shortest
 
 MAX_DEPTH = 64  # schemas within schemas
@@ -72,21 +73,25 @@ def of_schema(schema: Any, field: str, *, is_raw: bool = False) -> Grammar:
 
 
 def constraining(schema: Any) -> Any:
-    """Return a schema without the keywords that do not constrain the output."""
+    """Return a schema without the keywords that do not constrain the output, and with `propertyNames` replaced."""
     text = compact(schema)
     is_final = not any(f'"{keyword}"' in text for keyword in (*EMPTY, "format"))
     if is_final or not isinstance(schema, dict) or len(text) > MAX_SOURCE:  # find_problem refuses a longer one
         return schema
     copy = json.loads(text)
-    for _, node, depth in walk(copy):
-        if depth > MAX_DEPTH:
-            return schema  # find_problem refuses it
+    nodes = [*walk(copy)]
+    if any(depth > MAX_DEPTH for _, _, depth in nodes):
+        return schema  # find_problem refuses it
+    left = MAX_SOURCE - len(text)
+    for _, node, _ in reversed(nodes):  # inner ones first: an outer one may repeat them
         for keyword, values in EMPTY.items():
             value = node.get(keyword)
             if any(value is each or value == each == {} for each in values):  # True and False by identity: 0 == False
                 del node[keyword]
         if isinstance(name := node.get("format"), str) and name not in FORMATS:
             del node["format"]
+        if "propertyNames" in node:
+            left -= replace_names(node, copy, left)
     return copy
 
 

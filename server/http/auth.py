@@ -41,7 +41,7 @@ class Keys:
             return Caller(flow=address_of(scope))
         digest = self._digest(scope["headers"])
         if digest is None:
-            if sent_keys(scope["headers"]):
+            if any(sent_keys(scope["headers"])):  # an empty one is an unset variable of the client's
                 raise unauthorized("The API key is not one of this server's keys.")
             raise unauthorized("This server requires an API key, as Authorization: Bearer KEY or x-api-key.")
         return Caller(digest, digest, self._weights[digest])
@@ -54,8 +54,8 @@ class Keys:
             is_valid = any([hmac.compare_digest(sent, self._metrics_key) for sent in sent_keys(headers)])
         else:
             is_valid = self._digest(headers) is not None
-        if not is_valid and sent_keys(headers):
-            raise unauthorized("The key does not open the metrics (see --metrics-key and --public-metrics).")
+        if not is_valid and any(sent_keys(headers)):
+            raise unauthorized("This key may not read the metrics (see --metrics-key and --public-metrics).")
         if not is_valid:
             raise unauthorized(
                 "The metrics require a key, as Authorization: Bearer KEY or x-api-key (see --public-metrics)."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from .errors import ApiError, unavailable
 from .middleware import MAX_HEAD, head_too_large
+from .refusals import log_refusal
 
 # For a complete head, from the connection or the first byte of a later request. Otherwise a client that sends a byte
 # now and then would hold a descriptor forever.
@@ -19,8 +19,6 @@ HEAD_S = 30.0
 # For the rest of a request's body after its response: it is read and discarded until it or the connection ends.
 REST_S = 10.0
 REST_BYTES = 64 << 20
-
-log = logging.getLogger("pequod.request")
 
 
 class Connection(HttpToolsProtocol):
@@ -178,7 +176,7 @@ class Connection(HttpToolsProtocol):
 
     def _write(self, error: ApiError) -> None:
         """Write an error response for which there is no request."""
-        log.info("refused", extra={"fields": {"status": error.status, "code": error.code}})
+        log_refusal(error)
         body = error.body()
         lines = [f"HTTP/1.1 {error.status} Refused", "Content-Type: application/json", f"Content-Length: {len(body)}"]
         if error.retry_after is not None:

@@ -36,13 +36,13 @@ RETRY_S, FAILED_S = 5, 30
 
 # The beginnings of pydantic's messages.
 PYDANTIC_SUBJECT = re.compile(r"^(Input|String|List|Dictionary) should")
-# Messages that use Python's names for types.
+# Instead of messages that use Python's names for types.
 JSON_TYPES = {
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be an object"),
     "list_type": "must be an array",
     "string_type": "must be a string",
     "bool_type": "must be true or false",
-    "int_type": "must be an integer",
+    **dict.fromkeys(("int_type", "int_parsing"), "must be an integer"),
     "float_type": "must be a number",
 }
 # Kinds of content that OpenAI and Anthropic have.
@@ -97,8 +97,14 @@ class ErrorForm(NamedTuple):
 
     def covers(self, scope: Scope) -> bool:
         """Whether a request belongs to the API."""
-        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = own_path(scope)
         return path == self.path or path.startswith(f"{self.path}/")
+
+
+def own_path(scope: Scope) -> str:
+    """Return the path of a request without --root-path."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, LiteralString, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
@@ -106,6 +106,11 @@ def subclasses(kind: type[Wire]) -> Iterator[type[Wire]]:
     for subclass in kind.__subclasses__():
         yield subclass
         yield from subclasses(subclass)
+
+
+def chosen_by(form: Callable[[Any], str | None], accepted: str) -> Discriminator:
+    """Annotate a union whose branch `form` returns by its tag, or None for a value that is not `accepted`."""
+    return Discriminator(form, custom_error_type="form_type", custom_error_message=f"must be {accepted}")
 
 
 LABEL = "label"  # annotates a field that is accepted, and echoed if OpenAI does so, but has no effect

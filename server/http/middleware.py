@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -52,6 +53,17 @@ class RootPathMiddleware:
         await self.app(scope, receive, send)
 
 
+class OriginMiddleware(CORSMiddleware):
+    """CORS for the allowed origins; RequestMiddleware refuses the preflights of others, as without this layer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = header(scope["headers"], b"origin") if scope["type"] == "http" else None
+        if origin is not None and not self.is_allowed_origin(origin.decode("latin-1")):
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
 class RequestMiddleware:
     """Checks Host, origin and body size, sets the request id, counts the request, and releases what it holds."""
 
@@ -59,6 +71,7 @@ class RequestMiddleware:
         self, app: ASGIApp, settings: Settings, limits: Limits, count: Count, error_forms: Sequence[ErrorForm] = ()
     ) -> None:
         self.app = app
+        self.settings = settings
         self.limits = limits
         self.count = count
         self.error_forms = error_forms
@@ -85,17 +98,19 @@ class RequestMiddleware:
         if len(hosts) > 1:
             raise ApiError(400, "The request has more than one Host header.", code="invalid_host")
         if not self.allows(host := bare_host(hosts[0]) if hosts else None):
-            raise invalid_host(host, self.hosts is None)
+            raise invalid_host(host, self.settings)
         if method == "OPTIONS" and header(headers, b"access-control-request-method") is not None:
-            # With --allowed-origins another layer answers preflights.
-            message = "Web pages of other origins may not call this server; its operator can allow them with "
+            # OriginMiddleware answers those of the allowed origins.
+            message = "Web pages of this origin may not call this server; its operator can allow it with "
             raise ApiError(403, f"{message}--allowed-origins.", code="origin_not_allowed")
         # A page of another origin may post forms and plain text to any address without a preflight, but not JSON.
         kind = (header(headers, b"content-type") or b"").partition(b";")[0].strip().lower()
         if method == "POST" and header(headers, b"origin") is not None and kind != b"application/json":
             raise ApiError(415, "A web page must send Content-Type: application/json.", code="invalid_content_type")
-        if (header(headers, b"content-encoding") or b"identity").strip().lower() not in (b"", b"identity"):
-            raise ApiError(415, "Send the body without Content-Encoding.", code="invalid_content_encoding")
+        coding = (header(headers, b"content-encoding") or b"").strip().lower()
+        if method == "POST" and coding not in (b"", b"identity"):
+            message = "The body must not be compressed: send it without Content-Encoding."
+            raise ApiError(415, message, code="invalid_content_encoding")
         length = header(headers, b"content-length") or b""
         if length.isdigit():
             self.limits.check_body_size(int(length))
@@ -187,11 +202,15 @@ class _RequestCycle:
         await self.send(message)
 
 
-def invalid_host(host: str | None, is_open: bool) -> ApiError:
-    """400: the Host header is not one of this server's. `is_open`: with an API key any host would be accepted."""
+def invalid_host(host: str | None, settings: Settings) -> ApiError:
+    """400: the Host header is not one of this server's."""
     name = host if host and HOST.fullmatch(host) and len(host) <= SHOWN else None
-    remedy = f"start it with --allowed-hosts {name or 'NAME'}" + (" or with an API key" if is_open else "")
     subject = f"the host '{name}'" if name else "that Host header"
+    if settings.allowed_hosts:
+        remedy = "add it to --allowed-hosts"
+    else:  # --allowed-hosts replaces the names that are accepted without it
+        remedy = f"start it with --allowed-hosts {name or 'NAME'} and all other names that clients use"
+        remedy += ", or with an API key" * (settings.hosts is None)
     return ApiError(400, f"This server does not accept {subject}; {remedy}.", code="invalid_host")
 
 

@@ -1,4 +1,4 @@
-"""The log lines of refused requests: what was refused and why, without anything that a client wrote."""
+"""The log lines of requests that got an error: which one and why, without anything that a client wrote."""
 
 from __future__ import annotations
 
@@ -10,27 +10,40 @@ from collections.abc import Iterable
 from starlette.routing import BaseRoute
 from starlette.types import Scope
 
-from .errors import ApiError
-from .fields import Wire, own_names, subclasses
+from .body import names
+from .errors import ApiError, own_path
+from .fields import Wire
 
 # Probes and pages, which are called all the time.
 QUIET = frozenset(("/live", "/ready", "/health", "/version", "/metrics", "/docs", "/openapi.json"))
-PARAMETERS = frozenset(("X-Deadline-Ms", "after", "before", "limit", "order", "starting_after"))  # not of bodies
+# Parameters that are not in bodies.
+PARAMETERS = frozenset(("X-Deadline-Ms", "after", "before", "limit", "order", "response_id", "starting_after"))
 UNKNOWN = "*"  # in place of a word that a client has chosen
+INDEX = re.compile(r"[0-9]{1,5}")  # of an element; a longer number is a name, perhaps that of a phone or a card
 
 log = logging.getLogger("pequod.request")
 
 
-def log_refusal(error: ApiError, method: str, scope: Scope, request_id: str = "") -> None:
-    """Log one line: at the level debug for a path of QUIET, at info for the others."""
-    route = getattr(scope.get("route"), "path", None)
-    path = route or known_path(scope["path"], getattr(scope.get("app"), "routes", ()))
+def log_refusal(error: ApiError, method: str = "", scope: Scope | None = None, request_id: str = "") -> None:
+    """Log one line, `refused` or `failed`: at the level debug for a path of QUIET and an idle connection, else info.
+
+    Without a scope, what came was not a request.
+    """
+    path = "" if scope is None else route_path(scope)
     figures = {"id": request_id, "method": method, "path": path, "status": error.status, "code": error.code}
     if error.param is not None:
         figures["param"] = known_param(error.param)
-    level = logging.DEBUG if path in QUIET else logging.INFO
+    # Browsers and load balancers open connections in advance.
+    level = logging.DEBUG if path in QUIET or error.code == "head_timeout" else logging.INFO
     shown = {name: value for name, value in figures.items() if value not in (None, "")}
-    log.log(level, "refused", extra={"fields": shown})
+    # 503: the server could not accept the request. A 500 or 504 ended one that it had accepted.
+    log.log(level, "failed" if error.status in (500, 504) else "refused", extra={"fields": shown})
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path of a request's route or, if it has none, what of its own is known."""
+    route = getattr(scope.get("route"), "path", None)
+    return route or known_path(own_path(scope), getattr(scope.get("app"), "routes", ()))
 
 
 def known_path(path: str, routes: Iterable[BaseRoute]) -> str:
@@ -41,11 +54,14 @@ def known_path(path: str, routes: Iterable[BaseRoute]) -> str:
 
 def known_param(param: str) -> str:
     """Return the path of a field, with only the names of fields that the APIs have."""
-    return re.sub(r"[^.\[\]]+", lambda word: word[0] if word[0].isdecimal() or word[0] in fields() else UNKNOWN, param)
+
+    def known(word: re.Match[str]) -> str:
+        return word[0] if word[0] in fields() or INDEX.fullmatch(word[0]) else UNKNOWN
+
+    return re.sub(r"[^.\[\]]+", known, param)
 
 
 @functools.cache
 def fields() -> frozenset[str]:
     """Return the names of all fields of requests and of the objects in them, and of other parameters."""
-    kinds = list(subclasses(Wire))
-    return PARAMETERS | frozenset(name for kind in kinds for name in (*own_names(kind), *kind.unsupported))
+    return PARAMETERS | names(Wire)

@@ -29,11 +29,14 @@ class Objects(Scanner):
         return char
 
     def may_be_call(self, text: str) -> bool:
-        """Return whether the text has a delimiter, or begins like an object with the name of a tool."""
+        """Return whether the text has a delimiter, or begins like an object with the name of a tool.
+
+        Llama 3 often writes the type before the name.
+        """
         if not self.bare or text.startswith(self.opens):
             return bool(text)
         head = "".join(text.split()).removeprefix("[")
-        heads = [f'{{"name":"{name}"' for name in self.tools]
+        heads = [f'{{{start}"name":"{name}"' for name in self.tools for start in ("", '"type":"function",')]
         return any(each.startswith(head) or head.startswith(each) for each in heads)
 
     def objects(self, char: str, separator: str) -> Script[tuple[bool, str]]:

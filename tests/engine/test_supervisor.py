@@ -104,7 +104,7 @@ async def test_the_log_says_when_the_engine_is_back_and_how_many_requests_contin
     await with_engine(work)
     back = [record.getMessage() for record in caplog.records if "is back" in record.getMessage()]
     assert len(back) == 1
-    assert re.fullmatch(r"the engine is back after \d+\.\d s, 1 request continues", back[0])
+    assert re.fullmatch(r"the engine is back after \d+\.\d s; 1 request continues", back[0])
 
 
 @pytest.mark.parametrize("kind", ["stop", "hang", "spin"])

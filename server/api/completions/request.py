@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 from msgspec.structs import replace
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from ...generation.request import UNLIMITED, GenerationRequest, TextPrompts
-from ...http.fields import Refused, refused
+from ...http.fields import Refused, chosen_by, refused
 from ...http.openapi import examples
 from ..response_format import FormatFields
 from ..sampling import MAX_INT, MAX_LOGPROBS, Text, TokenId
@@ -22,10 +22,10 @@ Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_f
 IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
-def form(value: Any) -> str:
+def form(value: Any) -> str | None:
     """Return the form of a prompt, by its first element: trying all of them would cost an error per token."""
     if not isinstance(value, list):
-        return "text"
+        return "text" if isinstance(value, str) else None
     first = value[0] if value else ""
     return "texts" if isinstance(first, str) else "id_lists" if isinstance(first, list) else "ids"
 
@@ -48,7 +48,7 @@ class CompletionRequest(FormatFields):
         | Annotated[Texts, Tag("texts")]
         | Annotated[Ids, Tag("ids")]
         | Annotated[IdLists, Tag("id_lists")],
-        Discriminator(form),
+        chosen_by(form, "a string or an array"),
     ]
     """A text, token ids, or a list of either; each gets n completions."""
 

@@ -7,10 +7,10 @@ import struct
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Field, Tag, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ...http.fields import Refused, Wire, clash, refused
+from ...http.fields import Refused, Wire, chosen_by, clash, refused
 from ...http.openapi import examples
 from ..completions.request import Ids, form, listed
 from ..sampling import MAX_TEXT, CacheSalt, Count, Limit, ModelName, Priority, User
@@ -37,7 +37,7 @@ class EmbeddingRequest(Wire):
         | Annotated[Texts, Tag("texts")]
         | Annotated[Ids, Tag("ids")]
         | Annotated[IdLists, Tag("id_lists")],
-        Discriminator(form),
+        chosen_by(form, "a string or an array"),
     ]
     """A text, token ids, or a list of either; the response has a vector for each, in their order."""
     encoding_format: Literal["float", "base64"] | None = None

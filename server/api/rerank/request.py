@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, NamedTuple
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Field, Tag, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ...http.fields import Refused, Wire, clash, refused
+from ...http.fields import Refused, Wire, chosen_by, clash, refused
 from ...http.openapi import examples
 from ..sampling import CacheSalt, Count, Limit, ModelName, Priority, Text, User, listed
 
@@ -73,7 +73,10 @@ class Document(Wire):
 
 AnyDocument = Annotated[
     Annotated[Text, Tag("text")] | Annotated[Document, Tag("object")],
-    Discriminator(lambda value: "text" if isinstance(value, str) else "object"),
+    chosen_by(
+        lambda value: "text" if isinstance(value, str) else "object" if isinstance(value, dict | Document) else None,
+        "a string or an object",
+    ),
 ]
 
 
@@ -123,7 +126,10 @@ class RerankRequest(ScoringRequest):
 
 OneOrMore = Annotated[
     Annotated[Text, Tag("text")] | Annotated[Texts, Tag("texts")],
-    Discriminator(lambda value: "texts" if isinstance(value, list) else "text"),
+    chosen_by(
+        lambda value: "text" if isinstance(value, str) else "texts" if isinstance(value, list) else None,
+        "a string or an array",
+    ),
 ]
 
 

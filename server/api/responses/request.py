@@ -59,7 +59,7 @@ class ReasoningOptions(Wire):
 
     effort: Annotated[Effort | None, notes.EFFORT] = None
     unsupported: ClassVar[dict[str, Refused]] = {
-        "context": refused("auto", hint="what the chat template keeps of it is rendered"),
+        "context": refused("auto", hint="the chat template decides which reasoning the model sees"),
         "mode": refused("standard"),
     }
     generate_summary: Annotated[Summary | None, LABEL, notes.ALL_REASONING] = None

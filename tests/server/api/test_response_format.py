@@ -137,7 +137,7 @@ async def test_keywords_that_say_nothing_are_left_out(folder, given, followed, w
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, SCHEMA_FIELD),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_object"}, "stop": ["}"]}, "stop"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 5}, "min_tokens"),
         ({"guided_json": {}}, "guided_json"),
     ],
     ids=lambda case: str(case)[:60],
@@ -149,6 +149,22 @@ async def test_a_bad_grammar_is_refused_quickly_with_its_field(folder, path, bod
     assert len(message) < 300
     assert "a" * 65 not in message
     assert time.process_time() - began < 5  # the app starts and ends in it; others' work does not count
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_stop_string_ends_text_that_follows_a_schema(folder, path, stream):
+    body = {**BASE[path], **schema({}), "stop": ["whale"], "stream": stream}
+    response = await ask(folder, path, body, FakeEngine(saying('{"a": "the whale"}')))
+    assert response.status_code == 200
+    if stream:
+        [choice] = joined(chunks(response.text)).values()
+        text, reason = choice["text"], choice["finish_reason"]
+    else:
+        [choice] = response.json()["choices"]
+        text = choice["message"]["content"] if path == CHAT else choice["text"]
+        reason = choice["finish_reason"]
+    assert (text, reason) == ('{"a": "the ', "stop")
 
 
 async def test_schemas_may_be_nested_so_deep_and_no_deeper(folder):
@@ -289,7 +305,9 @@ def test_fields_that_leave_nothing_to_draw_are_the_clients_error(server, more, p
     response = server.client.post(CHAT, json=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
-    assert "leave no token that could be sampled" in response.json()["error"]["message"]
+    message = response.json()["error"]["message"]
+    assert "leave no token that could be sampled" in message
+    assert "allowed_token_ids, bad_words, stop_token_ids" in message
 
 
 def test_the_openai_sdk_parses_what_it_asks_for(server):

@@ -155,6 +155,7 @@ async def test_keys_are_in_no_log_no_metric_and_no_answer(tmp_path, caplog):
 async def test_a_wrong_key_and_a_missing_one_have_messages_of_their_own(tmp_path, path):
     async with serving(model_folder(tmp_path / "m"), api_key=[API_KEY]) as (client, _):
         missing = (await client.get(path)).json()["error"]["message"]
+        empty = (await client.get(path, headers={"Authorization": "Bearer "})).json()["error"]["message"]
         wrong = (await client.get(path, headers={"Authorization": "Bearer other"})).json()["error"]["message"]
-    assert "require" in missing
+    assert "require" in missing and empty == missing
     assert "require" not in wrong and "other" not in wrong

@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from engine import EngineDied, ModelError, RequestError
 from server.api.anthropic.request import MessagesRequest
 from server.api.chat.request import ChatRequest
+from server.api.completions.request import CompletionRequest
+from server.api.embeddings.request import EmbeddingRequest
+from server.api.rerank.request import RerankRequest, ScoreRequest
 from server.api.responses.request import ResponsesRequest
 from server.http.body import (
     FEW_QUOTES,
@@ -165,18 +168,25 @@ def test_a_wrong_type_is_named_in_the_words_of_json(change, param, told):
 
 
 @pytest.mark.parametrize(
-    ("change", "param", "told"),
+    ("model", "body", "param", "told"),
     [
-        ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content", "a string or an array"),
-        ({"stop": 7}, "stop", "a string or an array"),
-        ({"n": "2"}, "n", "an integer"),
-        ({"stream": 1}, "stream", "true or false"),
+        (ChatRequest, {"messages": [{"role": "user", "content": 7}]}, "messages.0.content", "a string or an array"),
+        (ChatRequest, {**OK, "stop": 7}, "stop", "a string or an array"),
+        (ChatRequest, {**OK, "n": "2"}, "n", "an integer"),
+        (ChatRequest, {**OK, "stream": 1}, "stream", "true or false"),
+        (CompletionRequest, {"prompt": 7}, "prompt", "a string or an array"),
+        (CompletionRequest, {"prompt": {"a": 1}}, "prompt", "a string or an array"),
+        (CompletionRequest, {"prompt": [7, "a"]}, "prompt.1", "an integer"),
+        (EmbeddingRequest, {"input": True}, "input", "a string or an array"),
+        (RerankRequest, {"query": "a", "documents": ["a", 7]}, "documents.1", "a string or an object"),
+        (ScoreRequest, {"text_1": {}, "text_2": "a"}, "text_1", "a string or an array"),
     ],
 )
-def test_every_type_that_a_field_accepts_is_named(change, param, told):
+def test_every_type_that_a_field_accepts_is_named(model, body, param, told):
     with pytest.raises(ApiError) as caught:
-        parse(ChatRequest, json.dumps({"messages": [{"role": "user", "content": "a"}], **change}).encode())
+        parse(model, json.dumps(body).encode())
     assert caught.value.message == f"Invalid '{param}': must be {told}."
+    assert (caught.value.param, caught.value.code) == (param, "invalid_type")
 
 
 @pytest.mark.parametrize(

@@ -51,17 +51,22 @@ async def test_the_host_header_must_be_one_of_ours(tmp_path, settings, host, sta
     ("settings", "host", "message"),
     [
         ({}, "llm.example",
-         "This server does not accept the host 'llm.example'; start it with --allowed-hosts llm.example."),
-        ({"host": "0.0.0.0"}, "host.docker.internal:8000",
-         "This server does not accept the host 'host.docker.internal'; "
-         "start it with --allowed-hosts host.docker.internal or with an API key."),
-        ({}, "<script>", "This server does not accept that Host header; start it with --allowed-hosts NAME."),
-        ({}, "x" * 65, "This server does not accept that Host header; start it with --allowed-hosts NAME."),
+         "the host 'llm.example'; start it with --allowed-hosts llm.example and all other names that clients use"),
+        ({"host": "0.0.0.0"}, "llm.example:8000",
+         "the host 'llm.example'; start it with --allowed-hosts llm.example and all other names that clients use, "
+         "or with an API key"),
+        ({"allowed_hosts": ["a.example"], "api_key": ["k"]}, "llm.example",
+         "the host 'llm.example'; add it to --allowed-hosts"),
+        ({}, "<script>",
+         "that Host header; start it with --allowed-hosts NAME and all other names that clients use"),
+        ({"allowed_hosts": ["a.example"]}, "x" * 65, "that Host header; add it to --allowed-hosts"),
     ],
 )  # fmt: skip
 async def test_the_error_names_the_host_and_what_accepts_it(tmp_path, settings, host, message):
     async with serving(model_folder(tmp_path / "m"), **settings) as (client, _):
-        assert (await client.get("/live", headers={"Host": host})).json()["error"]["message"] == message
+        assert (await client.get("/live", headers={"Host": host})).json()["error"]["message"] == (
+            f"This server does not accept {message}."
+        )
 
 
 async def test_two_hosts_and_endless_headers_are_refused(tmp_path):
@@ -109,6 +114,9 @@ async def test_cors_is_off_unless_it_is_set(tmp_path):
         assert refused.headers["access-control-allow-origin"] == "https://a.example"  # so that the page can read it
         other = await client.get("/v1/models", headers={"Origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers
+        answer = await client.options("/v1/models", headers=preflight | {"Origin": "https://b.example"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+        assert "access-control-allow-origin" not in answer.headers
 
 
 async def test_a_page_of_another_origin_cannot_post_without_a_preflight(tmp_path):
@@ -129,6 +137,7 @@ async def test_a_compressed_body_is_refused_by_name(tmp_path):
             answer = await client.post("/tokenize", content=b'{"prompt": "a"}', headers=headers)
             assert answer.status_code == status
             assert status == 200 or answer.json()["error"]["code"] == "invalid_content_encoding"
+        assert (await client.get("/live", headers={"Content-Encoding": "gzip"})).status_code == 200  # without a body
 
 
 async def test_unknown_routes_and_methods_get_the_error_envelope(tmp_path):

@@ -285,6 +285,16 @@ def test_a_call_cut_off_anywhere_leaves_no_markup_in_the_content(formats, conten
             assert wanted.arguments.startswith(call.arguments)
 
 
+@pytest.mark.parametrize(
+    "start", ['{"name": "find_ship"', '[{"name": "find_ship"', '{"type": "function", "name": "find_ship"']
+)
+@pytest.mark.parametrize("tools", ["json", "llama3_json"])
+def test_the_beginning_of_an_object_with_a_tools_name_is_no_content(tools, start):
+    for end in range(1, len(start) + 1):
+        reader = parser(Formats(tools))
+        assert join(reader.feed(start[:end]) + reader.finish(is_cut=True)) == Message("", "", ())
+
+
 @pytest.mark.parametrize("text", ['{"weather": "fog', '{"name": "Ahab", "leg', "[1, 2, 3", '{"names": ["Ahab'])
 def test_an_object_that_is_no_call_stays_content_when_it_is_cut_off(text):
     reader = parser(Formats("json"))

@@ -139,6 +139,7 @@ async def test_input_items_come_in_pages(folder):
         assert (texts(rest), rest["has_more"]) == (["the sea"], False)
         wrong = {"limit": 0, "order": "x", "after": "y"}
         assert [(await page(**{name: value}))["error"]["param"] for name, value in wrong.items()] == [*wrong]
+        assert (await page(limit="x"))["error"]["message"] == "Invalid 'limit': must be an integer."
 
 
 def long_record(count=20):
