@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .attention import AttentionLayer, AttentionMeta
-from .attention.paged_gpu import PagedGPU, Rotation, is_interpreted, limitation
+from .attention.paged_gpu import PagedGPU, is_interpreted, limitation
 from .config import EngineConfig
 from .kernels.launching import META, Compiling, Job
 from .models import ModelSpec, gpu_experts, on_gpu, skinny
@@ -23,7 +23,8 @@ from .models.decoder_layer import Layer
 from .models.family import BEFORE
 from .models.gpu_layers import add
 from .models.layers import Linear
-from .models.norms import RMSNorm
+from .models.norms import RMSNorm, make_norm
+from .models.rope import Rotary
 from .models.skinny import CANDIDATES, candidates
 from .runner.triton_logits import FIELDS, TritonLogits
 
@@ -74,20 +75,23 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     activation = decoder.activation
     kinds = {decoder.experts_of(index) is None: index for index in reversed(range(len(decoder.shapes)))}
     layers = [Layer(index, spec, decoder, META, cache=0, is_shared=False) for index in sorted(kinds.values())]
-    layer = layers[0]  # all have the same attention
-    for kind in dict.fromkeys(spec.layers):
-        yield partial(_rotate_store, layer, kind, spec, config.block_size)
+    layer = layers[0]  # all have the same attention, but for windows and rotary embeddings
+    for kind, turn in dict.fromkeys(zip(spec.layers, decoder.turns, strict=True)):
+        yield partial(_rotate_store, layer, kind, turn, spec, config.block_size)
     attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
-    assert attention_norm is not None and mlp_norm is not None  # see on_gpu.objection
 
     def numbers(tokens: int, linear: Linear) -> Tensor:
         return torch.empty(tokens, linear.weight.shape[1], dtype=spec.dtype, device=META)
 
     x = numbers(FEW, layer.qkv)
-    yield partial(on_gpu.add_norm, x, None, attention_norm)
-    yield partial(on_gpu.add_norm, x, x, attention_norm, layer.attention_after)
+    last = make_norm(decoder.hidden_size, decoder.norm_eps, spec.dtype, META, decoder.norm)
+    yield partial(on_gpu.add_norm, x, None, last)
+    yield partial(on_gpu.normalized, x, x, mlp_norm, layer.attention_after)
+    yield partial(on_gpu.normalized, x, x, attention_norm, layer.mlp_after)
     if layer.mlp_after is not None:
         yield partial(add, x, x, layer.mlp_after)
+    qkv = torch.empty(FEW, len(layer.qkv.weight), dtype=spec.dtype, device=META)
+    yield partial(on_gpu.normalize_together, layer, qkv)
     with_mlp = [each for each in layers if each.has_mlp]
     for each in with_mlp:
         both = torch.empty(FEW, len(each.gate_up.weight), dtype=spec.dtype, device=META)
@@ -129,7 +133,7 @@ def _products(linears: Sequence[Linear], tile: skinny.Tile, dtype: torch.dtype |
         skinny.multiply(x, linear.weight, tile, bias=linear.bias, dtype=dtype)
 
 
-def _after_norm(linear: Linear, tile: skinny.Tile, x: Tensor, norm: RMSNorm, activation: str) -> None:
+def _after_norm(linear: Linear, tile: skinny.Tile, x: Tensor, norm: RMSNorm | None, activation: str) -> None:
     on_gpu.after_norm(linear, tile, x, None, norm, activation=activation)
 
 
@@ -141,15 +145,19 @@ def _before_residuals(linears: Sequence[Linear], tile: skinny.Tile, rows: int) -
         on_gpu.before_residual(linear, tile, x, residual)
 
 
-def _rotate_store(layer: Layer, kind: AttentionLayer, spec: ModelSpec, block_size: int) -> None:
+def _rotate_store(layer: Layer, kind: AttentionLayer, turn: int, spec: ModelSpec, block_size: int) -> None:
+    """`turn`: the index of the rotary embedding, see Layer."""
+    assert spec.decoder is not None
     backend = PagedGPU()
     cache = backend.allocate(kind, 2, block_size, spec.cache_dtype, META)
     plan = backend.plan(AttentionMeta.of([([1], 0, FEW)], block_size, META))
     qkv = torch.empty(FEW, len(layer.qkv.weight), dtype=spec.dtype, device=META)
-    angles = torch.empty(block_size, 2, kind.head_dim // 2, device=META)
-    norms = on_gpu.head_norms(layer)
-    positions = torch.empty(FEW, dtype=torch.int64, device=META)
-    backend.rotate_store(cache, qkv, Rotation(positions, angles), norms, plan)
+    rotation = None
+    if turn >= 0:
+        rotary = Rotary(spec.decoder.ropes[turn], spec.serve_len, spec.dtype, META)
+        positions = torch.empty(FEW, dtype=torch.int64, device=META)
+        rotation = on_gpu.rotation_of(rotary, spec.decoder, positions, block_size)
+    backend.rotate_store(cache, qkv, rotation, on_gpu.head_norms(layer), plan)
 
 
 def _logits(vocab_size: int) -> Iterator[Job]:

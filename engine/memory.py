@@ -37,9 +37,9 @@ MIN_TOKENS = 512
 # The sampler's memory per logit: the logit and a copy (float32), the weight (int64), its sum and a filtered copy.
 SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 # What the driver keeps of a CUDA graph, and of a launch in it, at most; the launches of a layer, and those more if it
-# has experts; and the workspace that cuBLAS allocates for the stream of the captures.
+# has experts, or norms of all heads together; and the workspace that cuBLAS allocates for the stream of the captures.
 GRAPH_BYTES, LAUNCH_BYTES = 256 << 10, 16 << 10
-LAYER_LAUNCHES, EXPERT_LAUNCHES = 10, 3
+LAYER_LAUNCHES, EXPERT_LAUNCHES, NORM_LAUNCHES = 10, 3, 2
 WORKSPACE_BYTES = 32 << 20
 # The launches of the graphs of a number of drawing rows, and the tables of counts of a row, see TritonLogits.
 DRAW_LAUNCHES, DRAW_TABLES = 40, 64 << 10
@@ -168,8 +168,8 @@ def graph_bytes(spec: ModelSpec, config: EngineConfig, backend: type[AttentionBa
     if decoder is None or decoder.difference_on_gpu is not None:  # these layers are not captured
         return 0
     sizes = graph_sizes.sizes(config.max_seqs, config.max_batched_tokens)
-    of_layer = LAYER_LAUNCHES if decoder.experts is None else LAYER_LAUNCHES + EXPERT_LAUNCHES
-    launches = len(sizes.all) * of_layer * len(spec.layers)
+    of_layer = LAYER_LAUNCHES + EXPERT_LAUNCHES * (decoder.experts is not None)
+    launches = len(sizes.all) * (of_layer + NORM_LAUNCHES * (decoder.qk_norm == "all")) * len(spec.layers)
     # The graphs share their intermediate results, and the copy of the hidden states that they return.
     shared = sizes.largest * (_token_bytes(spec) + decoder.hidden_size * spec.dtype.itemsize)
     # The logits stay in memory of their own; the head's result and the weights are intermediate results.

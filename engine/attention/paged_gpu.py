@@ -52,7 +52,11 @@ class Rotation(NamedTuple):
     """The rotary embedding of a step's tokens."""
 
     positions: Tensor  # [tokens] int64
-    angles: Tensor  # [positions, 2, head_dim / 2] float32: cosines and sines, see Rotary.table
+    angles: Tensor  # [positions, 2, half of what is rotated] float32: cosines and sines, see Rotary.table
+    is_interleaved: bool = False  # see Family
+    is_wide: bool = False  # computed in float32, and rounded once
+    query_scales: Tensor | None = None  # see Rotary
+    period: int = 0  # positions with the same scale
 
 
 class _View:
@@ -157,7 +161,7 @@ class PagedGPU:
         self,
         cache: LayerCache,
         qkv: Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim]
-        rotation: Rotation,
+        rotation: Rotation | None,  # None: nothing is rotated
         norms: HeadNorms | None,
         plan: Plan,
     ) -> Tensor:
@@ -171,20 +175,23 @@ class PagedGPU:
         return self._attend(cache, q, plan)
 
     def rotate_store(
-        self, cache: LayerCache, qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, plan: Plan
+        self, cache: LayerCache, qkv: Tensor, rotation: Rotation | None, norms: HeadNorms | None, plan: Plan
     ) -> None:
         """Do all of `attend_qkv` that comes before attention."""
         from ..kernels.gpu import attention as kernels
 
         layer, view = cache.layer, _View(cache)
         group, half = power_of_two(layer.num_heads // layer.num_kv_heads), power_of_two(layer.head_dim // 2)
+        turn = rotation or Rotation(qkv, qkv)  # which are not read
         launch(kernels.rotate_store, (qkv.shape[0], layer.num_kv_heads),
-            qkv, qkv if norms is None else norms.q, qkv if norms is None else norms.k, *rotation,
+            qkv, qkv if norms is None else norms.q, qkv if norms is None else norms.k, turn.positions, turn.angles,
+            qkv if turn.query_scales is None else turn.query_scales,
             plan.tables(cache).slot_mapping, view.tensor, view.scales, 0.0 if norms is None else norms.eps,
             qkv.stride(0), *view.strides,
             HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, GROUP_P=group, HALF_P=half,
-            BLOCK=cache.block_size, NORM=norms is not None,
-            WIDE=norms is not None and norms.is_wide, SCALED=view.is_scaled,
+            BLOCK=cache.block_size, NORM=norms is not None, WIDE=norms is not None and norms.is_wide,
+            TURNED=0 if rotation is None else 2 * rotation.angles.shape[2], INTERLEAVED=turn.is_interleaved,
+            WIDE_TURN=turn.is_wide, PERIOD=turn.period, SCALED=view.is_scaled,
             num_warps=warps(2 * group * half), enable_fp_fusion=False, **dependence(qkv.device),
         )  # fmt: skip
 

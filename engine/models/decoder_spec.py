@@ -80,8 +80,16 @@ class DecoderSpec:
     @property
     def difference(self) -> str | None:
         """Return what these layers have that executors for Llama's layers cannot compute, or None."""
-        if found := self._difference:
+        if found := self.difference_on_gpu:
             return found
+        if self.is_parallel:
+            return "attention beside the MLP"
+        if self.qk_norm == "all":
+            return "norms of all heads together"
+        if any(rope.query_beta for rope in self.ropes):
+            return "queries that are scaled by their position"
+        if self.is_interleaved or self.wide_angles:
+            return "rotary embeddings of another kind than Llama's"
         if self.norms != BEFORE:
             return "norms after attention or the MLP"
         if self.norm != PLAIN:
@@ -89,34 +97,19 @@ class DecoderSpec:
         return "attention sinks" if self.has_sinks else None
 
     @property
-    def _difference(self) -> str | None:
-        if self.is_parallel:
-            return "attention beside the MLP"
-        if self.qk_norm == "all":
-            return "norms of all heads together"
-        if len(set(self.shapes)) > 1 or self.norms_values:
-            return "layers or norms of values that Llama does not have"
-        if self.inputs is not None or self.scales_layers:
-            return "inputs or scales of each layer"
-        if any(rope.query_beta for rope in self.ropes):
-            return "queries that are scaled by their position"
-        if self.is_interleaved or self.wide_angles:
-            return "rotary embeddings of another kind than Llama's"
-        return None
-
-    @property
     def difference_on_gpu(self) -> str | None:
         """Return what these layers have that OnGPU cannot compute, or None."""
-        turned = [turn >= 0 and self.ropes[turn].head_dim for turn in self.turns]
-        if turned != [shape.head_dim for shape in self.shapes]:
-            return "layers or parts of heads without rotary embeddings"
-        if self.norm.is_centered:
-            return "norms of another kind than RMSNorm"
-        if self.norms.attention is None or self.norms.mlp is None:
-            return "norms after attention or the MLP, and none before"
         if self.experts is not None and self.experts.is_beside:
             return "experts beside an MLP"
-        return self._difference
+        if self.inputs is not None:
+            return "inputs of each layer's own"
+        if any(shape.shares is not None for shape in self.shapes):
+            return "layers that share keys and values"
+        if len(set(self.shapes)) > 1:
+            return "layers of several sizes"
+        if self.norms_values:
+            return "norms of values"
+        return "scales of each layer's result" if self.scales_layers else None
 
     @property
     def caches(self) -> tuple[int, ...]:

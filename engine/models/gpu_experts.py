@@ -33,11 +33,7 @@ QUANTIZED_TILES = {8: gpu_weights.TILES[16], skinny.ANY: gpu_weights.TILES[64]}
 
 
 class RoutedExperts:
-    """The experts of a layer, whose weights are loaded. A token's result is computed as in Experts.
-
-    Sigmoids, groups of experts and the MLP beside them are those of GLM-4.5, whose partial rotary embeddings OnGPU does
-    not have yet, unless config.json turns all of each head.
-    """
+    """The experts of a layer, whose weights are loaded. A token's result is computed as in Experts."""
 
     def __init__(self, experts: Experts, activation: str) -> None:
         self.spec, self.router = experts.spec, experts.router

@@ -19,27 +19,42 @@ def add_norm(x: Tensor, added: Tensor | None, norm: RMSNorm, after: RMSNorm | No
     `after`: the norm of what is added; it is of the same kind.
     """
     normed = torch.empty_like(x)
-    _launch(x, added, after, norm, normed)
+    assert x.is_contiguous() and (added is None or added.is_contiguous())
+    _launch(x, added, after, norm, normed, row=x.shape[1])
     return normed
 
 
-def add(x: Tensor, added: Tensor, after: RMSNorm) -> None:
-    """Add the norm of `added` to x [tokens, hidden_size] in place."""
-    _launch(x, added, after, None, x)
+def add(x: Tensor, added: Tensor | None, after: RMSNorm | None) -> None:
+    """Add to x [tokens, hidden_size] in place; `after`: the norm of what is added. None: there is nothing to add."""
+    if added is None:
+        return
+    if after is None:
+        x.add_(added)
+        return
+    assert x.is_contiguous() and added.is_contiguous()
+    _launch(x, added, after, None, x, row=x.shape[1])
 
 
-def _launch(x: Tensor, added: Tensor | None, after: RMSNorm | None, norm: RMSNorm | None, normed: Tensor) -> None:
+def normalize(x: Tensor, first: int, norm: RMSNorm) -> None:
+    """Replace the columns of x [tokens, columns] from `first` on, as many as the norm has, by their norm."""
+    assert x.is_contiguous()
+    part = x[:, first : first + len(norm.weight)]
+    _launch(part, None, None, norm, part, row=x.shape[1])
+
+
+def _launch(
+    x: Tensor, added: Tensor | None, after: RMSNorm | None, norm: RMSNorm | None, normed: Tensor, *, row: int
+) -> None:
     from ..kernels.gpu import layers as kernels
 
     tokens, size = x.shape
-    assert x.is_contiguous() and (added is None or added.is_contiguous())
     width, first = power_of_two(size), norm or after
     assert first is not None
     launch(kernels.add_norm, (tokens,),
         x, x if added is None else added, x if after is None else after.gain, x if norm is None else norm.gain, normed,
         first.eps,
-        SIZE=size, SIZE_P=width, ADD=added is not None, AFTER=after is not None, NORM=norm is not None,
-        WIDE=first.kind.is_wide, num_warps=warps(width),
+        SIZE=size, SIZE_P=width, ROW=row, ADD=added is not None, AFTER=after is not None, NORM=norm is not None,
+        WIDE=first.kind.is_wide, CENTERED=first.kind.is_centered, num_warps=warps(width),
     )  # fmt: skip
 
 

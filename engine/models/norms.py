@@ -25,8 +25,9 @@ class RMSNorm:
     @property
     def gain(self) -> Tensor:
         """What x / rms(x) is multiplied by: the weight, or in float32 the weight plus the kind's offset."""
-        if self._gain is not None:
-            return self._gain
+        return self._new_gain() if self._gain is None else self._gain
+
+    def _new_gain(self) -> Tensor:
         return self.weight if self.kind.offset == 0 else self.weight.float() + self.kind.offset
 
     def pack(self, kernels: Kernels | None) -> None:
@@ -64,8 +65,7 @@ class RMSNorm:
 class LayerNorm(RMSNorm):
     """(x - mean) / deviation * weight over the last dimension, computed in float32."""
 
-    @property
-    def gain(self) -> Tensor:
+    def _new_gain(self) -> Tensor:
         return self.weight.float()
 
     def _normalize(self, x: Tensor) -> Tensor:

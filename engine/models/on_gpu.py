@@ -2,8 +2,8 @@
 
 A layer takes nine launches, and a tenth if the step has prompts beside decodes. With few rows our kernels may compute
 products as well, with the norm, the gate and the residual: six launches. A layer of experts takes three more, and our
-kernels compute the experts' products for any number of rows. decoder_layer.py computes the same in torch: it is used
-where these kernels cannot be, and it is the tests' oracle.
+kernels compute the experts' products for any number of rows. Norms of all heads together take two more.
+decoder_layer.py computes the same in torch: it is used where these kernels cannot be, and it is the tests' oracle.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..attention.paged_gpu import MAX_ERROR, HeadNorms, PagedGPU, Rotation, limi
 from ..kernels.library import Kernels
 from . import gpu_experts
 from .decoder_layer import Layer
-from .decoder_spec import sinks_name
+from .decoder_spec import DecoderSpec, sinks_name
 from .executor import Eager
 from .family import BEFORE
 from .forward import Forward
 from .gpu_experts import RoutedExperts
-from .gpu_layers import add, add_norm, gated
+from .gpu_layers import add, add_norm, gated, normalize
 from .gpu_weights import relative
 from .layers import Gated, Linear
 from .norms import RMSNorm
@@ -68,7 +68,7 @@ class OnGPU:
         assert model.decoder is not None
         self._embedding, self._layers, self._rotaries = embedding, layers, rotaries
         self._choices = choices or {}
-        self._activation = model.decoder.activation
+        self._decoder, self._activation = model.decoder, model.decoder.activation
         self._head_norms = [head_norms(layer) for layer in layers]
         self._experts = [
             None if layer.experts is None else RoutedExperts(layer.experts, self._activation) for layer in layers
@@ -80,35 +80,71 @@ class OnGPU:
     def run(self, forward: Forward) -> Tensor:
         cache, plan = forward.cache, cast(Plan, forward.plan)  # PagedGPU returns this kind of plan
         backend = cast(PagedGPU, cache.backend)
-        tables = [rotary.table(plan.meta.max_seq) for rotary in self._rotaries]
-        rotations = [Rotation(forward.positions, table) for table in tables]
+        longest, positions = plan.meta.max_seq, forward.positions
+        rotations = [rotation_of(rotary, self._decoder, positions, longest) for rotary in self._rotaries]
         x = self._embedding.rows(forward.ids)  # the residual stream, updated in place
         added, after = None, None  # what is to be added to it, and its norm
         tiles, act = tiles_of(self._choices, len(x)), self._activation
         parts = zip(self._layers, cache.layers, self._head_norms, self._experts, strict=True)
         for layer, layer_cache, norms, experts in parts:
-            assert layer.attention_norm is not None and layer.mlp_norm is not None  # see `objection`
-            qkv = after_norm(layer.qkv, tiles.qkv, x, added, layer.attention_norm, activation=act, after=after)
-            seen = backend.attend_qkv(layer_cache, qkv, rotations[layer.turn], norms, plan)
+            normed = None  # the input of attention and of the MLP beside it
+            if layer.spec.is_parallel:
+                normed = normalized(x, added, layer.attention_norm, after)
+                qkv = layer.qkv(normed)
+            else:
+                qkv = after_norm(layer.qkv, tiles.qkv, x, added, layer.attention_norm, activation=act, after=after)
+            normalize_together(layer, qkv)
+            rotation = None if layer.turn < 0 else rotations[layer.turn]
+            seen = backend.attend_qkv(layer_cache, qkv, rotation, norms, plan)
             added, after = before_residual(layer.output, tiles.output, seen.flatten(1), x), layer.attention_after
             if experts is not None:
-                experts.add_to(x, add_norm(x, added, layer.mlp_norm, after))
+                experts.add_to(x, normalized(x, added, layer.mlp_norm, after))
                 added, after = None, None
                 continue
-            inner = after_norm(layer.gate_up, tiles.gate_up, x, added, layer.mlp_norm, activation=act, after=after)
+            if normed is not None:
+                add(x, added, after)
+                inner = product(layer.gate_up, normed, act)
+            else:
+                inner = after_norm(layer.gate_up, tiles.gate_up, x, added, layer.mlp_norm, activation=act, after=after)
             added, after = before_residual(layer.down, tiles.down, inner, x), layer.mlp_after
-        if added is None:
-            return x
-        if after is None:
-            return x.add_(added)
         add(x, added, after)
         return x
 
 
+def rotation_of(rotary: Rotary, decoder: DecoderSpec, positions: Tensor, length: int) -> Rotation:
+    """Return the rotary embedding of positions below `length`."""
+    is_wide, scales = decoder.rotates_wide or decoder.wide_angles, rotary.query_scales
+    table, period = rotary.table(length), 0 if scales is None else rotary.period
+    return Rotation(positions, table, decoder.is_interleaved, is_wide, scales, period)
+
+
 def head_norms(layer: Layer) -> HeadNorms | None:
-    """Return the norms of a layer's queries and keys, if it has them."""
+    """Return the norms of each query and key of a layer, if it has them."""
     q, k = layer.q_norm, layer.k_norm
-    return None if q is None or k is None else HeadNorms(q.gain, k.gain, q.eps, q.kind.is_wide)
+    if q is None or k is None or layer.spec.qk_norm == "all":
+        return None
+    return HeadNorms(q.gain, k.gain, q.eps, q.kind.is_wide)
+
+
+def normalize_together(layer: Layer, qkv: Tensor) -> None:
+    """Normalize a token's queries together, and its keys, in place, if the layer does: [tokens, rows of qkv]."""
+    if layer.spec.qk_norm == "all" and layer.q_norm is not None and layer.k_norm is not None:
+        normalize(qkv, 0, layer.q_norm)
+        normalize(qkv, len(layer.q_norm.weight), layer.k_norm)
+
+
+def normalized(x: Tensor, added: Tensor | None, norm: RMSNorm | None, after: RMSNorm | None) -> Tensor:
+    """Add to x [tokens, hidden_size] in place, and return its norm; None: x itself. `after`: the norm of what is
+    added."""
+    if norm is not None:
+        return add_norm(x, added, norm, after)
+    add(x, added, after)
+    return x
+
+
+def product(linear: Linear, x: Tensor, activation: str) -> Tensor:
+    """Return the layer; if it is Gated with its activation."""
+    return gated(linear.product(x), activation) if isinstance(linear, Gated) else linear(x)
 
 
 def after_norm(
@@ -116,20 +152,18 @@ def after_norm(
     tile: Tile | None,
     x: Tensor,
     added: Tensor | None,
-    norm: RMSNorm,
+    norm: RMSNorm | None,
     *,
     activation: str,
-    after: RMSNorm | None = None,  # the norm of what is added
+    after: RMSNorm | None = None,
 ) -> Tensor:
-    """Add to x [tokens, hidden_size] in place, and return the layer of its norm; if it is Gated with its activation."""
-    is_gated = isinstance(linear, Gated)
+    """Do as `normalized`, and return the `product` of what it returns."""
     if tile is not None:
-        assert after is None
-        if added is not None:
-            x.add_(added)
+        assert norm is not None and after is None
+        add(x, added, None)
+        is_gated = isinstance(linear, Gated)
         return linear.few(x, tile, norm=(norm.gain, norm.eps), activation=activation if is_gated else "")
-    normed = add_norm(x, added, norm, after)
-    return gated(linear.product(normed), activation) if isinstance(linear, Gated) else linear(normed)
+    return product(linear, normalized(x, added, norm, after), activation)
 
 
 def before_residual(linear: Linear, tile: Tile | None, x: Tensor, residual: Tensor) -> Tensor | None:
@@ -243,6 +277,8 @@ def objection(model: ModelSpec, device: torch.device, kernels: Kernels | None) -
         return f"the model has {difference}"
     if model.decoder.hidden_size > MAX_HIDDEN:
         return f"the Triton kernels serve hidden states of up to {MAX_HIDDEN} numbers"
+    if model.decoder.qk_norm == "all" and model.decoder.rows(0)[0] > MAX_HIDDEN:
+        return f"the Triton kernels normalize up to {MAX_HIDDEN} numbers of queries together"
     return limitation(model.layers, model.dtype, device)
 
 
@@ -261,14 +297,14 @@ def trial(
     *,
     invariant: bool = False,
 ) -> str | None:
-    """Compute the first layers, up to the first ones with experts and with an MLP, for a few tokens; return why the
-    kernels cannot be used, or None.
+    """Compute the first layers for a few tokens, up to the first ones with experts, with an MLP, with a rotary
+    embedding and without; return why the kernels cannot be used, or None.
 
     `choices`: see OnGPU; as many tokens as the largest has are computed. `invariant`: see PagedGPU. The compiled
     kernels are kept, so this costs a start no more than their first use would.
     """
     device = embedding.weight.device
-    kinds = {layer.experts is None: place for place, layer in reversed([*enumerate(layers)])}
+    kinds = {(layer.experts is None, layer.turn < 0): place for place, layer in reversed([*enumerate(layers)])}
     first = layers[: 1 + max(kinds.values())]
     mixture = next((layer.experts for layer in first if layer.experts is not None), None)
     count = max([*(choices or [TRIAL_TOKENS]), *([MANY_TOKENS] if mixture is not None else [])])

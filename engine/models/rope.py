@@ -133,16 +133,16 @@ class Rotary:
         self.angles = angles.to(device)
         self.dtype = dtype
         self._table = torch.empty(0, 2, len(angles))
-        self._period = rope.original_positions or rope.max_positions
-        self._query_scales: Tensor | None = None  # of positions up to each multiple of the period
+        self.period = rope.original_positions or rope.max_positions
+        self.query_scales: Tensor | None = None  # of positions up to each multiple of the period
         if rope.query_beta:
-            logs = torch.log(torch.arange(1, 2 + max_len // self._period, dtype=torch.float32))
-            self._query_scales = (1 + rope.query_beta * logs).to(device, dtype)
+            logs = torch.log(torch.arange(1, 2 + max_len // self.period, dtype=torch.float32))
+            self.query_scales = (1 + rope.query_beta * logs).to(device, dtype)
 
     def turn(self, positions: Tensor) -> Turn:
         """Return what layers need of these positions."""
-        scales = self._query_scales
-        return Turn(*self.at(positions), None if scales is None else scales[positions // self._period][:, None, None])
+        scales = self.query_scales
+        return Turn(*self.at(positions), None if scales is None else scales[positions // self.period][:, None, None])
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [tokens, 1, head_dim] for `rotate`: computed in float32, in the model's dtype."""

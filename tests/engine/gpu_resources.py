@@ -65,6 +65,12 @@ LAYERS = {
     "gpt-oss": layer(64, 8, 64, window=128, sinks="sinks"),
     "Phi-3": layer(32, 32, 96),
 }
+# Other rotations of the heads of Llama 8B: what they have that its own do not.
+TURNS = {
+    "nothing": {"TURNED": 0, "NORM": False},
+    "three quarters": {"TURNED": 96, "PERIOD": 8192},
+    "half, alternating": {"TURNED": 64, "INTERLEAVED": True, "WIDE_TURN": True},
+}
 # Numbers of a hidden state, and of the MLP's.
 SIZES = {"Qwen3 0.6B": (1024, 3072), "Llama 8B": (4096, 14336), "Phi-3": (3072, 8192), "largest": (MAX_HIDDEN, 1)}
 VOCABULARIES = {"Qwen3": 151936, "GPT-2": 50257}
@@ -117,21 +123,23 @@ def store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> Argu
 
 
 def rotate_store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, arch: int) -> Arguments:
-    signature = dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr"), "*" + NAMES[dtype])
+    signature = dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "q_scales_ptr"), "*" + NAMES[dtype])
     signature |= {"positions_ptr": "*i64", "angles_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32"}
     signature |= {"cache_ptr": "*" + NAMES[cache], "scales_ptr": "*fp32" if cache in LARGEST else "*" + NAMES[cache]}
     constants = {
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim,
         "GROUP_P": power_of_two(layer.num_heads // layer.num_kv_heads), "HALF_P": power_of_two(layer.head_dim // 2),
-        "BLOCK": 16, "NORM": True, "WIDE": False, "SCALED": cache in LARGEST, "DEPENDENT": arch >= 90,
+        "BLOCK": 16, "NORM": True, "WIDE": False, "TURNED": layer.head_dim, "INTERLEAVED": False, "WIDE_TURN": False,
+        "PERIOD": 0, "SCALED": cache in LARGEST, "DEPENDENT": arch >= 90,
     }  # fmt: skip
     return signature, constants
 
 
-def add_norm(size: int, dtype: torch.dtype) -> Arguments:
+def add_norm(size: int, dtype: torch.dtype, *, centered: bool) -> Arguments:
     signature = dict.fromkeys(("x_ptr", "added_ptr", "after_ptr", "weight_ptr", "normed_ptr"), "*" + NAMES[dtype])
     constants = {
-        "SIZE": size, "SIZE_P": power_of_two(size), "ADD": True, "AFTER": True, "NORM": True, "WIDE": False,
+        "SIZE": size, "SIZE_P": power_of_two(size), "ROW": size, "ADD": True, "AFTER": True, "NORM": True,
+        "WIDE": centered, "CENTERED": centered,
     }  # fmt: skip
     return signature | {"eps": "fp32"}, constants
 
@@ -263,13 +271,17 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
                 yield f"{kind} {label}", attention.attend, arguments, num_warps
             yield f"store {label}", attention.store, store(each, dtype, cache), 1
             arguments = rotate_store(each, dtype, cache, arch=arch)
-            numbers = 2 * arguments[1]["GROUP_P"] * arguments[1]["HALF_P"]
-            yield f"rotate {label}", attention.rotate_store, arguments, warps(numbers)
+            num_warps = warps(2 * arguments[1]["GROUP_P"] * arguments[1]["HALF_P"])
+            yield f"rotate {label}", attention.rotate_store, arguments, num_warps
+            for kind, constants in TURNS.items() if name == "Llama 8B" else ():
+                own = arguments[0], arguments[1] | constants
+                yield f"rotate {kind} of {label}", attention.rotate_store, own, num_warps
     for name, (hidden, inner) in SIZES.items():
         for dtype in (torch.bfloat16, torch.float32):
-            norm = add_norm(hidden, dtype)
             label = f"{name} {NAMES[dtype]} {NAMES[dtype]}"
-            yield f"norm {label}", layers.add_norm, norm, warps(norm[1]["SIZE_P"])
+            for centered in (False, True):
+                norm = add_norm(hidden, dtype, centered=centered)
+                yield f"norm {'centered ' * centered}{label}", layers.add_norm, norm, warps(norm[1]["SIZE_P"])
             for activation in ("silu", "gelu", "gelu_pytorch_tanh", "relu"):
                 yield f"gate {label} {activation}", layers.gate, gate(inner, activation, dtype), warps(GATE_TILE)
     for form in FORMS:

@@ -231,7 +231,15 @@ def test_a_layer_of_experts_takes_twelve_launches(tmp_path, monkeypatch):
     assert calls.names == ["embedding", *layer * len(model.layers)]
 
 
-MIXTURES = ["qwen3_moe", "qwen3_moe-sparse", "mixtral-window", "gpt_oss-clamped", "qwen3_vl_moe", "granitemoe"]
+MIXTURES = [
+    "qwen3_moe",
+    "qwen3_moe-sparse",
+    "mixtral-window",
+    "gpt_oss-clamped",
+    "qwen3_vl_moe",
+    "granitemoe",
+    "glm4_moe",
+]
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -85,6 +85,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
     },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    "ministral3": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "rope_parameters": {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+    },
+    "cohere2": {  # of which the second layer has no rotary embedding
+        "architectures": ["Cohere2ForCausalLM"],
+        "model_type": "cohere2",
+        "sliding_window_pattern": 2,
+        "sliding_window": 8,
+        "num_hidden_layers": 2,
+    },
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -195,7 +208,15 @@ def tokens_and_logprobs(deltas: list[Any]) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.parametrize(
-    "name, is_ahead", [("llama", False), ("mistral", True), ("qwen2", True), ("qwen3", True), ("gpt_oss", True)]
+    "name, is_ahead",
+    [
+        ("ministral3", False),
+        ("mistral", True),
+        ("qwen2", True),
+        ("olmo2", True),
+        ("cohere2", True),
+        ("gpt_oss", True),
+    ],
 )
 def test_replayed_steps_give_the_tokens_of_launched_ones(name, is_ahead, tmp_path, recorder):
     """With chunks of prompts beside decodes, and with graphs that are captured between steps."""

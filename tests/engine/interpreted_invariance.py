@@ -236,7 +236,7 @@ def model_of(name: str, folder: Path, **settings: Any) -> Decoder:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", ["llama", "granite"])
+@pytest.mark.parametrize("name", ["llama", "granite", "cohere2"])
 def test_our_kernels_compute_all_products_of_a_model(tmp_path, name, monkeypatch):
     monkeypatch.setattr(invariance, "proof", lambda *_: None)
     ours, torchs = (model_of(name, tmp_path, batch_invariant=is_ours) for is_ours in (True, False))
@@ -320,8 +320,8 @@ def test_tiles_that_round_otherwise_give_way_to_one_for_all_rows(tmp_path, monke
 def test_what_is_not_invariant_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(paged_gpu, "trial", lambda *_: None)
     for name, reason in (
-        ("olmo2", "norms after attention or the MLP, and none before"),
-        ("cohere2", "without rotary embeddings"),
+        ("gemma4_text-small", "inputs of each layer's own"),
+        ("gemma4_text-experts", "experts beside an MLP"),
     ):
         with pytest.raises(
             ConfigError, match=f"`batch_invariant` cannot be kept here.*torch computes norms .*{reason}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,9 +26,9 @@ from engine.models import Forward, on_gpu
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
 from engine.models.family import PLAIN, NormKind
-from engine.models.gpu_layers import add
+from engine.models.gpu_layers import add, normalize
 from engine.models.layers import ACTIVATIONS
-from engine.models.norms import RMSNorm
+from engine.models.norms import RMSNorm, make_norm
 from engine.models.on_gpu import OnGPU, add_norm, gated
 from engine.models.rope import Rope, Rotary, rotate
 from tests.engine.interpreter import prepare
@@ -44,19 +44,19 @@ def inside(rows: Tensor) -> Tensor:
 
 
 def norm_of(size: int, dtype: torch.dtype, kind: NormKind = PLAIN) -> RMSNorm:
-    norm = RMSNorm(size, 1e-6, dtype, CPU, kind)
+    norm = make_norm(size, 1e-6, dtype, CPU, kind)
     norm.weight.uniform_(0.5, 1.5)
     return norm
 
 
-WIDE = NormKind(offset=1.0, is_wide=True)
+WIDE, CENTERED = NormKind(offset=1.0, is_wide=True), NormKind(is_wide=True, is_centered=True)
 
 
-@pytest.mark.parametrize("kind", [PLAIN, WIDE], ids=["plain", "wide"])
+@pytest.mark.parametrize("kind", [PLAIN, WIDE, CENTERED], ids=["plain", "wide", "centered"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float16, 1e-3)])
 def test_what_is_added_may_have_a_norm_of_its_own(kind, dtype, tolerance):
     norm, after = (norm_of(80, dtype, kind) for _ in range(2))
-    x, added = torch.randn(3, 80).to(dtype), torch.randn(3, 80).to(dtype)
+    x, added = torch.randn(3, 80).to(dtype) + 1, torch.randn(3, 80).to(dtype)
     stream, total = inside(x), x + after(added)
     torch.testing.assert_close(
         add_norm(stream, inside(added), norm, after), norm(total), rtol=tolerance, atol=tolerance
@@ -78,6 +78,14 @@ def test_the_residual_is_added_in_place_and_normalized(size, dtype, tolerance):
     if dtype != torch.bfloat16:
         assert torch.equal(stream, x + added)
     torch.testing.assert_close(add_norm(inside(x), None, norm), norm(x), rtol=tolerance, atol=tolerance)
+
+
+def test_some_columns_are_normalized_in_place():
+    x, norm = torch.randn(3, 40), norm_of(24, torch.float32, WIDE)
+    want = torch.cat([x[:, :8], norm(x[:, 8:32]), x[:, 32:]], 1)
+    found = inside(x)
+    normalize(found, 8, norm)
+    torch.testing.assert_close(found, want)
 
 
 def test_a_row_is_normalized_alike_in_any_batch():
@@ -132,13 +140,35 @@ def test_gates_of_large_numbers_are_finite():
         assert gated(x, activation).tolist() == [[0.0, 200.0]]
 
 
+class Kind(NamedTuple):
+    """How heads are rotated."""
+
+    turned: int | None = None  # numbers of a head; None: all
+    is_interleaved: bool = False
+    query_beta: float = 0.0
+
+
+USUAL = Kind()
+
+
 def rotations(
-    shape: tuple[int, int, int], window: int | None, held: torch.dtype, norms: list[RMSNorm]
+    shape: tuple[int, int, int], window: int | None, held: torch.dtype, norms: list[RMSNorm], kind: Kind
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yield (result, cache) of ours and of torch for chunks, then decodes, in caches of which the rest is NaN."""
     kv_heads, group, dim = shape
+    turned = dim if kind.turned is None else kind.turned
     torch.manual_seed(dim)
-    layer, rotary = layer_of(kv_heads, dim, dim, group=group, window=window), Rotary(Rope(dim), 64, torch.float32, CPU)
+    layer = layer_of(kv_heads, dim, dim, group=group, window=window)
+    rope = Rope(turned or 2, max_positions=16, query_beta=kind.query_beta)
+    rotary = Rotary(rope, 64, torch.float32, CPU)
+    scales, period = (None, 0) if rotary.query_scales is None else (rotary.query_scales, rotary.period)
+    order = torch.arange(dim)  # of the numbers that torch rotates: those of a pair are half of them apart
+    if kind.is_interleaved:
+        order[:turned] = torch.cat([order[:turned:2], order[1:turned:2]])
+
+    def rotated(x: Tensor, positions: Tensor) -> Tensor:
+        return rotate(x[..., order], *rotary.at(positions))[..., order.argsort()] if turned else x
+
     backends = [PagedGPU(), PagedGPU()]
     ours, torchs = caches = [backend.allocate(layer, 9, 5, held, CPU) for backend in backends]
     for cache in caches:
@@ -151,10 +181,11 @@ def rotations(
         q, k, v = (part.unflatten(1, (-1, dim)) for part in qkv.split(widths, dim=1))
         if norms:
             q, k = norms[0](q), norms[1](k)
-        turn = rotary.at(positions)
-        want = backends[1].attend(torchs, rotate(q, *turn), rotate(k, *turn), v, plan)
+        factor = 1 if scales is None else scales[positions // 16][:, None, None]
+        want = backends[1].attend(torchs, rotated(q, positions) * factor, rotated(k, positions), v, plan)
         heads = HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
-        found = backends[0].attend_qkv(ours, inside(qkv), Rotation(positions, rotary.table(64)), heads, plan)
+        rotation = Rotation(positions, rotary.table(64), kind.is_interleaved, False, scales, period)
+        found = backends[0].attend_qkv(ours, inside(qkv), rotation if turned else None, heads, plan)
         yield found, ours.tensor, want, torchs.tensor
 
 
@@ -163,27 +194,49 @@ def rotations(
     "shape, window", [((2, 2, 64), None), ((1, 1, 80), 20), ((2, 3, 96), None), ((1, 7, 128), 20), ((1, 2, 256), None)]
 )
 def test_queries_and_keys_are_rotated_and_stored_as_in_torch(shape, window, held):
-    for found, ours, want, torchs in rotations(shape, window, held, []):
+    for found, ours, want, torchs in rotations(shape, window, held, [], USUAL):
         assert torch.equal(found, want) and not found.isnan().any()
         assert torch.equal(ours.view(torch.uint8), torchs.view(torch.uint8))
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 96), (1, 2, 256)])
-def test_queries_and_keys_are_normalized_as_in_torch(shape):
+@pytest.mark.parametrize(
+    "kind, held",
+    [
+        (Kind(turned=48), torch.int8),
+        (Kind(turned=0), torch.float32),
+        (Kind(turned=0), torch.int8),
+        (Kind(is_interleaved=True), torch.int8),
+        (Kind(turned=32, is_interleaved=True), torch.float32),
+        (Kind(query_beta=0.3), torch.float32),
+    ],
+    ids=str,
+)
+def test_rotations_of_other_kinds_are_those_of_torch(kind, held):
+    for found, ours, want, torchs in rotations((1, 2, 64), None, held, [], kind):
+        assert torch.equal(found, want) and not found.isnan().any()
+        assert torch.equal(ours.view(torch.uint8), torchs.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "shape, kind",
+    [((2, 3, 96), USUAL), ((1, 2, 256), USUAL), ((1, 1, 64), Kind(turned=24)), ((1, 1, 64), Kind(turned=0))],
+)
+def test_queries_and_keys_are_normalized_as_in_torch(shape, kind):
     norms = [norm_of(shape[2], torch.float32) for _ in range(2)]
-    for found, ours, want, torchs in rotations(shape, None, torch.float32, norms):
+    for found, ours, want, torchs in rotations(shape, None, torch.float32, norms, kind):
         torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_keys_in_float16_are_rounded_where_torch_rounds_them():
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_keys_in_float16_are_rounded_where_torch_rounds_them(is_wide):
     layer, dtype = layer_of(2, 80, 80), torch.float16
-    rotary = Rotary(Rope(80), 64, dtype, CPU)
+    rotary = Rotary(Rope(80), 64, torch.float32 if is_wide else dtype, CPU)
     backend, positions, qkv = PagedGPU(), torch.tensor([40, 41, 42]), torch.randn(3, 8 * 80).half()
     cache = backend.allocate(layer, 3, 16, dtype, CPU)
     plan = backend.plan(AttentionMeta.of([([1, 0, 2], 40, 3)], 16))
-    k = rotate(qkv[:, 4 * 80 : 6 * 80].unflatten(1, (2, 80)), *rotary.at(positions))
-    backend.attend_qkv(cache, qkv.clone(), Rotation(positions, rotary.table(64)), None, plan)
+    k = rotate(qkv[:, 4 * 80 : 6 * 80].unflatten(1, (2, 80)), *rotary.at(positions)).half()
+    backend.attend_qkv(cache, qkv.clone(), Rotation(positions, rotary.table(64), is_wide=is_wide), None, plan)
     assert torch.equal(cache.tensor[2, :, : 16 * 80].view(2, 16, 80)[:, 8:11], k.transpose(0, 1))
 
 
@@ -243,7 +296,13 @@ def test_the_final_norm_is_one_call(tmp_path, monkeypatch):
     torch.testing.assert_close(found, want)
 
 
-@pytest.mark.parametrize("name", ["llama-yarn", "llama-bias", "mistral", "qwen3", "gemma2", "gemma3_text", "granite"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-yarn", "llama-bias", "mistral", "qwen3", "gemma2", "gemma3_text", "granite", "smollm3", "glm4", "olmo3",
+        "ministral3", "cohere2",
+    ],
+)  # fmt: skip
 def test_steps_equal_those_in_torch(tmp_path, name):
     model = model_of(name, tmp_path)
     eager = next(executor for executor in model.executors if isinstance(executor, Eager))
@@ -284,10 +343,22 @@ class Calls(TorchDispatchMode):
         return Recorded()
 
 
+def calls_of_a_layer(product: str) -> list[str]:
+    return ["add_norm", product, "rotate_store", "attend", product, "add_norm", product, "gate", product]
+
+
 @pytest.mark.parametrize(
-    "name, products", [("qwen3", ["mm"] * 4), ("llama-bias", ["addmm"] * 4), ("gemma2", ["mm"] * 4)]
+    "name, layer, last",
+    [
+        ("qwen3", calls_of_a_layer("mm"), "add_"),
+        ("llama-bias", calls_of_a_layer("addmm"), "add_"),
+        ("gemma2", calls_of_a_layer("mm"), "add_norm"),
+        # The first layer adds nothing before its first product.
+        ("olmo2", ["mm", "add_norm", "add_norm", *calls_of_a_layer("mm")[2:], "add_norm"], ""),
+        ("cohere2", [*calls_of_a_layer("mm")[:5], "add_", *calls_of_a_layer("mm")[6:]], "add_"),
+    ],
 )
-def test_a_layer_takes_at_most_ten_device_calls(tmp_path, monkeypatch, name, products):
+def test_a_layer_takes_one_device_call_for_each_kernel_and_product(tmp_path, monkeypatch, name, layer, last):
     model, calls = model_of(name, tmp_path), Calls()
     cache = cache_of(model)
     for module, kernels in (
@@ -296,18 +367,16 @@ def test_a_layer_takes_at_most_ten_device_calls(tmp_path, monkeypatch, name, pro
     ):
         for kernel in kernels:
             monkeypatch.setattr(module, kernel, calls.kernel(getattr(module, kernel)))
-    qkv, output, gate_up, down = products
     for rows, launches in (CHUNKS, 1), (MIXED, 2), (DECODES, 1):
         forward = step(model, rows, cache)
         model.executors[0].run(forward)  # makes the step's plan and the workspace
         calls.names.clear()
         with torch.no_grad(), calls:  # in inference mode a product would be seen before it is resolved
             model.executors[0].run(forward)
-        layer = ["add_norm", qkv, "rotate_store", *["attend"] * launches, output, "add_norm", gate_up, "gate", down]
-        assert len(layer) <= 10
+        at = layer.index("attend")
+        layers = [*layer[:at], *["attend"] * launches, *layer[at + 1 :]] * len(model.layers)
         rows_of_the_embedding = ["embedding", "mul"] if name == "gemma2" else ["embedding"]
-        last = ["add_norm" if name == "gemma2" else "add_"]
-        assert calls.names == [*rows_of_the_embedding, *layer * len(model.layers), *last]
+        assert calls.names == [*rows_of_the_embedding, *layers, *filter(None, [last])]
 
 
 def test_kernels_that_fail_or_err_are_replaced_by_torch(tmp_path, monkeypatch):

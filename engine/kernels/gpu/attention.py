@@ -86,12 +86,12 @@ def store(
 
 
 @triton.jit
-def _normalized(a, b, weight_ptr, i, live, eps, DTYPE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
+def _normalized(a, b, a_weight_at, b_weight_at, live, eps, DTYPE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
     """Return the RMSNorm of heads [heads, DIM] in halves, rounded before and after the weight as in torch; with WIDE
     only after."""
     factor = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
-    first = tl.load(weight_ptr + i, mask=live, other=0.0).to(tl.float32)[None, :]
-    second = tl.load(weight_ptr + DIM // 2 + i, mask=live, other=0.0).to(tl.float32)[None, :]
+    first = tl.load(a_weight_at, mask=live, other=0.0).to(tl.float32)[None, :]
+    second = tl.load(b_weight_at, mask=live, other=0.0).to(tl.float32)[None, :]
     a *= factor
     b *= factor
     if not WIDE:
@@ -101,42 +101,50 @@ def _normalized(a, b, weight_ptr, i, live, eps, DTYPE: tl.constexpr, DIM: tl.con
 
 
 @triton.jit
-def _rotated(a, b, cos, sin, DTYPE: tl.constexpr):
-    """Return the rotation of heads in halves; each product is rounded, as in torch."""
+def _rotated(a, b, cos, sin, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """Return the rotation of heads in halves; each product is rounded, as in torch, with WIDE only their sum."""
+    if WIDE:
+        return (a * cos - b * sin).to(DTYPE), (b * cos + a * sin).to(DTYPE)
     first = (a * cos).to(DTYPE).to(tl.float32) - (b * sin).to(DTYPE).to(tl.float32)
     second = (b * cos).to(DTYPE).to(tl.float32) + (a * sin).to(DTYPE).to(tl.float32)
     return first.to(DTYPE), second.to(DTYPE)
 
 
 @triton.jit
-def _store_halves(a, b, at, scale_at, mask, HALF: tl.constexpr, SCALED: tl.constexpr):
-    """Store one head [1, DIM] in halves, at `at` and HALF numbers after it."""
+def _store_halves(a, b, a_at, b_at, scale_at, mask, SCALED: tl.constexpr):
+    """Store one head [1, DIM] in halves."""
     if SCALED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
         nans = tl.sum((a != a).to(tl.int32), 1) + tl.sum((b != b).to(tl.int32), 1)
-        DTYPE: tl.constexpr = at.dtype.element_ty
+        DTYPE: tl.constexpr = a_at.dtype.element_ty
         inverse, scale = _scales(tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1)), nans, DTYPE)
         tl.store(scale_at + tl.arange(0, 1), scale)
         a = _rounded(a, inverse[:, None], DTYPE)
         b = _rounded(b, inverse[:, None], DTYPE)
-    tl.store(at, a, mask=mask)
-    tl.store(at + HALF, b, mask=mask)
+    tl.store(a_at, a, mask=mask)
+    tl.store(b_at, b, mask=mask)
 
 
 @triton.jit
 def rotate_store(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, positions_ptr, angles_ptr, slots_ptr, cache_ptr, scales_ptr, eps,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, positions_ptr, angles_ptr, q_scales_ptr, slots_ptr, cache_ptr, scales_ptr, eps,
     qkv_token, cache_block, cache_head, scales_block, scales_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_P: tl.constexpr, HALF_P: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WIDE_TURN: tl.constexpr, PERIOD: tl.constexpr, SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalize and rotate one token's heads of one KV head: queries in place, key and value to the cache.
 
     qkv: [tokens, (HEADS + 2 * KV_HEADS) * DIM]. q_weight, k_weight: [DIM], used with NORM; WIDE as in `_normalized`.
-    positions: [tokens] int64. angles: [positions, 2, DIM / 2] float32, cosines and sines. Number i of a head is paired
-    with i + DIM / 2. slots, cache and scales as in `store`. GROUP_P >= HEADS / KV_HEADS and HALF_P >= DIM / 2 are
-    powers of two. DEPENDENT as in skinny.multiply.
+    The first TURNED numbers of a head are rotated, 0: none: number i with i + TURNED / 2, if INTERLEAVED 2 * i with
+    2 * i + 1; WIDE_TURN as WIDE of `_rotated`. positions: [tokens] int64. angles: [positions, 2, TURNED / 2] float32,
+    cosines and sines. With PERIOD queries are then multiplied by q_scales[position // PERIOD]. slots, cache and scales
+    as in `store`. GROUP_P >= HEADS / KV_HEADS and HALF_P >= DIM / 2 are powers of two. DEPENDENT as in
+    skinny.multiply.
+
+    The numbers of a head keep their order, also in the cache. decoder_layer.py separates alternating ones, which gives
+    the same scores; no cache has keys of both.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -144,25 +152,44 @@ def rotate_store(
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = DIM // 2
+    PAIRS: tl.constexpr = TURNED // 2
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     i = tl.arange(0, HALF_P)
     live = i < HALF
-    angle = angles_ptr + tl.load(positions_ptr + token) * DIM + i
-    cos = tl.load(angle, mask=live, other=0.0)[None, :]
-    sin = tl.load(angle + HALF, mask=live, other=0.0)[None, :]
-    line = qkv_ptr + token * qkv_token + i[None, :]
+    # The places in a head of the two numbers of pair i; pairs that are not rotated follow those that are.
+    if INTERLEAVED:
+        a_place = 2 * i
+        b_place = a_place + 1
+    elif TURNED == 0 or TURNED == DIM:
+        a_place = i
+        b_place = i + HALF
+    else:
+        a_place = i + tl.where(i < PAIRS, 0, PAIRS)
+        b_place = i + tl.where(i < PAIRS, PAIRS, HALF)
+    line = qkv_ptr + token * qkv_token
+    if TURNED:
+        position = tl.load(positions_ptr + token)
+        angle = angles_ptr + position * TURNED + i
+        cos = tl.load(angle, mask=i < PAIRS, other=1.0)[None, :]
+        sin = tl.load(angle + PAIRS, mask=i < PAIRS, other=0.0)[None, :]
 
-    group = tl.arange(0, GROUP_P)[:, None]
-    mask = (group < GROUP) & live[None, :]
-    q_at = line + (kv_head * GROUP + group) * DIM
-    a = tl.load(q_at, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(q_at + HALF, mask=mask, other=0.0).to(tl.float32)
-    if NORM:
-        a, b = _normalized(a, b, q_weight_ptr, i, live, eps, DTYPE, DIM, WIDE)
-    first, second = _rotated(a, b, cos, sin, DTYPE)
-    tl.store(q_at, first, mask=mask)
-    tl.store(q_at + HALF, second, mask=mask)
+    if NORM or TURNED:
+        group = tl.arange(0, GROUP_P)[:, None]
+        mask = (group < GROUP) & live[None, :]
+        q_at = line + (kv_head * GROUP + group) * DIM
+        a = tl.load(q_at + a_place[None, :], mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(q_at + b_place[None, :], mask=mask, other=0.0).to(tl.float32)
+        if NORM:
+            a, b = _normalized(a, b, q_weight_ptr + a_place, q_weight_ptr + b_place, live, eps, DTYPE, DIM, WIDE)
+        if TURNED:
+            a, b = _rotated(a, b, cos, sin, DTYPE, WIDE_TURN)
+            if PERIOD:
+                q_scale = tl.load(q_scales_ptr + position // PERIOD).to(tl.float32)
+                a = a.to(tl.float32) * q_scale
+                b = b.to(tl.float32) * q_scale
+        tl.store(q_at + a_place[None, :], a.to(DTYPE), mask=mask)
+        tl.store(q_at + b_place[None, :], b.to(DTYPE), mask=mask)
 
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
@@ -170,18 +197,22 @@ def rotate_store(
         offset = slot % BLOCK
         one = live[None, :]
         k_at = line + (HEADS + kv_head) * DIM
-        c = tl.load(k_at, mask=one, other=0.0).to(tl.float32)
-        d = tl.load(k_at + HALF, mask=one, other=0.0).to(tl.float32)
+        c = tl.load(k_at + a_place[None, :], mask=one, other=0.0).to(tl.float32)
+        d = tl.load(k_at + b_place[None, :], mask=one, other=0.0).to(tl.float32)
         if NORM:
-            c, d = _normalized(c, d, k_weight_ptr, i, live, eps, DTYPE, DIM, WIDE)
-        k_first, k_second = _rotated(c, d, cos, sin, DTYPE)
-        v_at = k_at + KV_HEADS * DIM
-        v_first = tl.load(v_at, mask=one, other=0.0)
-        v_second = tl.load(v_at + HALF, mask=one, other=0.0)
-        share = cache_ptr + block * cache_block + kv_head * cache_head + offset * DIM + i[None, :]
+            c, d = _normalized(c, d, k_weight_ptr + a_place, k_weight_ptr + b_place, live, eps, DTYPE, DIM, WIDE)
+        if TURNED:
+            c, d = _rotated(c, d, cos, sin, DTYPE, WIDE_TURN)
+        v_at = k_at + KV_HEADS * DIM + i[None, :]
+        e = tl.load(v_at, mask=one, other=0.0)
+        f = tl.load(v_at + HALF, mask=one, other=0.0)
+        share = cache_ptr + block * cache_block + kv_head * cache_head + offset * DIM
         scales = scales_ptr + block * scales_block + kv_head * scales_head + (BLOCK * 2 * DIM + 3) // 4 + offset
-        _store_halves(k_first, k_second, share, scales, one, HALF, SCALED)
-        _store_halves(v_first, v_second, share + BLOCK * DIM, scales + BLOCK, one, HALF, SCALED)
+        _store_halves(
+            c.to(DTYPE), d.to(DTYPE), share + a_place[None, :], share + b_place[None, :], scales, one, SCALED
+        )  # fmt: skip
+        share += BLOCK * DIM + i[None, :]
+        _store_halves(e, f, share, share + HALF, scales + BLOCK, one, SCALED)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Triton kernels of a decoder layer beside its products and attention: RMSNorm with the residual add, and the gate.
+"""Triton kernels of a decoder layer beside its products and attention: norms with the residual add, and the gate.
 
 A program computes one row, or a part of one, in float32. The order of a row's sum depends only on its size, so a row
 has the same bits in any batch.
@@ -13,9 +13,14 @@ from . import activations
 
 
 @triton.jit
-def _normalized(x, weight_ptr, i, live, eps, SIZE: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr):
+def _normalized(
+    x, weight_ptr, i, live, eps,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, CENTERED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """Return the RMSNorm of a row of float32 numbers, rounded as norms.RMSNorm does: to DTYPE before and after it is
-    multiplied by its weight, with WIDE only after."""
+    multiplied by its weight, with WIDE only after. With CENTERED it is a LayerNorm."""
+    if CENTERED:
+        x = tl.where(live, x - tl.sum(x, 0) / SIZE, 0.0)
     factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
     weight = tl.load(weight_ptr + i, mask=live, other=0.0).to(tl.float32)
     x *= factor
@@ -27,28 +32,30 @@ def _normalized(x, weight_ptr, i, live, eps, SIZE: tl.constexpr, WIDE: tl.conste
 @triton.jit
 def add_norm(
     x_ptr, added_ptr, after_ptr, weight_ptr, normed_ptr, eps,
-    SIZE: tl.constexpr, SIZE_P: tl.constexpr, ADD: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
-    WIDE: tl.constexpr,
+    SIZE: tl.constexpr, SIZE_P: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, AFTER: tl.constexpr,
+    NORM: tl.constexpr, WIDE: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """With ADD add a row of `added` to x in place, with AFTER its norm; with NORM write the norm of x to `normed`.
 
-    x, added, normed: [rows, SIZE], contiguous, of one dtype. after, weight: [SIZE], of the norms, which are as in
-    `_normalized`. The sum is rounded once to the dtype. SIZE_P: a power of two >= SIZE.
+    x, added, normed: [rows, SIZE] of one dtype, each row ROW numbers after the one before. normed may be x. after,
+    weight: [SIZE], of the norms, which are as in `_normalized`. The sum is rounded once to the dtype. SIZE_P: a power
+    of two >= SIZE.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     i = tl.arange(0, SIZE_P)
     live = i < SIZE
-    at = tl.program_id(0).to(tl.int64) * SIZE + i
+    at = tl.program_id(0).to(tl.int64) * ROW + i
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
     if ADD:
         added = tl.load(added_ptr + at, mask=live, other=0.0).to(tl.float32)
         if AFTER:
-            added = _normalized(added, after_ptr, i, live, eps, SIZE, WIDE, DTYPE).to(tl.float32)
+            added = _normalized(added, after_ptr, i, live, eps, SIZE, WIDE, CENTERED, DTYPE).to(tl.float32)
         total = (x + added).to(DTYPE)
         tl.store(x_ptr + at, total, mask=live)
         x = total.to(tl.float32)
     if NORM:
-        tl.store(normed_ptr + at, _normalized(x, weight_ptr, i, live, eps, SIZE, WIDE, DTYPE), mask=live)
+        normed = _normalized(x, weight_ptr, i, live, eps, SIZE, WIDE, CENTERED, DTYPE)
+        tl.store(normed_ptr + at, normed, mask=live)
 
 
 @triton.jit
