@@ -18,23 +18,11 @@ from torch import Tensor
 from ..attention import AttentionMeta, KVCache
 from ..batch import Row
 from ..models import Forward
-from .buffers import Buffers, Shape
+from .buffers import Buffers, Shape, Views
+from .changes import on_device
 from .group_tables import GroupTables
 
 Ints = NDArray[np.int64]
-
-
-class Prepared(NamedTuple):
-    """The input of one step: the model's on the device, and the sampler's and pooler's on the host."""
-
-    forward: Forward
-    slots: Ints  # [rows]
-    sampled_rows: Ints  # indices of the rows that sample
-    lengths: Ints  # [rows], tokens of the sequence up to the end of the row
-    sampled_logits: Ints | None  # the indices of their logits; None: all logits are theirs
-    scored: dict[int, slice]  # row -> its logits that score prompt tokens
-    pooled: dict[int, slice]  # row -> its hidden states
-    pooled_logits: dict[int, int]  # row -> the index of its logits, if these are pooled
 
 
 class Layout(NamedTuple):
@@ -47,12 +35,20 @@ class Layout(NamedTuple):
     query_start_list: list[int]
     logits_at: Ints  # indices of tokens
     hidden_at: Ints
-    # See Prepared.
-    sampled_rows: Ints
-    sampled_logits: Ints | None
-    scored: dict[int, slice]
-    pooled: dict[int, slice]
-    pooled_logits: dict[int, int]
+    sampled_rows: Ints  # indices of the rows that sample
+    sampled_slots: Tensor  # their slots, on the device
+    sampled_logits: Ints | None = None  # the indices of their logits; None: all logits are theirs
+    scored: dict[int, slice] = {}  # row -> its logits that score prompt tokens
+    pooled: dict[int, slice] = {}  # row -> its hidden states
+    pooled_logits: dict[int, int] = {}  # row -> the index of its logits, if these are pooled
+
+
+class Prepared(NamedTuple):
+    """The input of one step: the model's on the device, and the sampler's and pooler's on the host."""
+
+    forward: Forward
+    layout: Layout
+    lengths: Ints  # [rows], tokens of the sequence up to the end of the row
 
 
 class Inputs:
@@ -71,6 +67,7 @@ class Inputs:
     ) -> None:
         self.block_size = block_size
         self.cache = cache
+        self.device = device
         self.buffers = Buffers(
             max_tokens=max_tokens, max_seqs=max_seqs, max_blocks=max_blocks, device=device, padded=padded
         )
@@ -86,6 +83,8 @@ class Inputs:
         self._num_blocks = [0] * max_seqs
         self._layout: Layout | None = None  # of the last step, if its rows do nothing but sample
         self._laid_out: tuple[list[int], ...] = ()  # sequences, tokens and logits of its rows
+        # Where the last step's inputs are, until its layout or a block of its rows changes: only some of them are new.
+        self._filled: Views[NDArray] | None = None
 
     def enter(self, seq_id: int) -> int:
         """Assign a slot without blocks to a sequence, and return it."""
@@ -102,7 +101,7 @@ class Inputs:
 
     def append_blocks(self, rows: list[Row]) -> None:
         for row in [row for row in rows if row.new_block_ids]:
-            new = row.new_block_ids
+            new, self._filled = row.new_block_ids, None
             slot = self._slot_of[row.seq_id]
             count = self._num_blocks[slot]
             if self.others is not None:
@@ -126,7 +125,12 @@ class Inputs:
 
         shape = Shape(size, len(rows), width, len(layout.logits_at), len(layout.hidden_at))
         host, device = self.buffers.views(shape)
-        host.query_start[:] = layout.query_start
+        if self._filled is not host:
+            host.query_start[:] = layout.query_start
+            host.logits_at[:] = layout.logits_at
+            host.hidden_at[:] = layout.hidden_at
+            host.block_table[:] = self._table[slots, :width]
+            self._filled = host
         host.seq_lens[:] = lengths
         if size == len(rows):  # only decode rows: one token per row
             host.ids[:] = [row.token_ids[0] for row in rows]
@@ -137,19 +141,18 @@ class Inputs:
             host.positions[:] = np.arange(size) + np.repeat(starts - host.query_start[:-1], counts)
         blocks, offsets = np.divmod(host.positions, self.block_size)
         host.slot_mapping[:] = self._table[of_token, blocks] * np.int64(self.block_size) + offsets
-        num_pending = 0 if last is None else np.count_nonzero(host.ids < 0)
-        if num_pending:  # the device reads such a token at its sequence's slot
-            np.copyto(host.ids, of_token if num_pending == size else -1 - of_token, where=host.ids < 0)
-        host.logits_at[:] = layout.logits_at
-        host.hidden_at[:] = layout.hidden_at
-        host.block_table[:] = self._table[slots, :width]
+        is_pending = host.ids < 0
+        num_pending = 0 if last is None else np.count_nonzero(is_pending)
+        if 0 < num_pending < size:  # the device reads such a token at its sequence's slot
+            np.copyto(host.ids, -1 - of_token, where=is_pending)
         others = () if self.others is None else self.others.upload(blocks, offsets, of_token, slots, width)
         self.buffers.upload()
-        if num_pending:
-            assert last is not None
+        if last is not None and num_pending == size:  # so each row samples
+            torch.index_select(last, 0, layout.sampled_slots, out=device.ids)
+        elif last is not None and num_pending:
             ids = device.ids
-            tokens = last.index_select(0, ids if num_pending == size else (-1 - ids).clamp_(min=0))
-            ids.copy_(tokens if num_pending == size else torch.where(ids < 0, tokens, ids))
+            tokens = last.index_select(0, (-1 - ids).clamp_(min=0))
+            ids.copy_(torch.where(ids < 0, tokens, ids))
 
         meta = AttentionMeta(
             query_start=device.query_start,
@@ -170,16 +173,7 @@ class Inputs:
             logits_at=device.logits_at,
             hidden_at=device.hidden_at if layout.pooled else None,
         )
-        return Prepared(
-            forward,
-            slots=slots,
-            sampled_rows=layout.sampled_rows,
-            lengths=lengths,
-            sampled_logits=layout.sampled_logits,
-            scored=layout.scored,
-            pooled=layout.pooled,
-            pooled_logits=layout.pooled_logits,
-        )
+        return Prepared(forward, layout, lengths)
 
     def _lay_out(self, rows: list[Row]) -> Layout:
         """Return the places of a step's rows: those of the step before, if the same rows sample again."""
@@ -189,19 +183,19 @@ class Inputs:
         if only_samples and self._layout is not None and laid_out == self._laid_out:
             return self._layout
         slots = _ints([self._slot_of[seq_id] for seq_id in seq_ids])
-        layout = _new_layout(rows, slots, counts, only_samples=only_samples)
-        self._layout, self._laid_out = layout if only_samples else None, laid_out
+        layout = _new_layout(rows, slots, counts, self.device, only_samples=only_samples)
+        self._layout, self._laid_out, self._filled = layout if only_samples else None, laid_out, None
         return layout
 
 
-def _new_layout(rows: list[Row], slots: Ints, counts: list[int], *, only_samples: bool) -> Layout:
+def _new_layout(rows: list[Row], slots: Ints, counts: list[int], device: torch.device, *, only_samples: bool) -> Layout:
     query_start = [0, *accumulate(counts)]
     if only_samples:  # nearly always: all logits are of last tokens
         sampled_rows = np.flatnonzero([row.num_logits for row in rows])
         ends = _ints(query_start)
         logits_at = ends[1:][sampled_rows] - 1
         places = slots, _ints(counts), max(counts), ends, query_start, logits_at, _ints([])
-        return Layout(*places, sampled_rows, None, {}, {}, {})
+        return Layout(*places, sampled_rows, on_device(slots[sampled_rows], device))
     at: list[int] = []
     hidden_at: list[int] = []
     sampled: list[int] = []
@@ -219,6 +213,7 @@ def _new_layout(rows: list[Row], slots: Ints, counts: list[int], *, only_samples
         if row.num_hidden:
             pooled[index] = slice(len(hidden_at), len(hidden_at) + row.num_hidden)
             hidden_at += range(end - row.num_hidden, end)
+    sampled_rows = _ints([index for index, row in enumerate(rows) if row.is_sampled])
     return Layout(
         slots,
         _ints(counts),
@@ -227,7 +222,8 @@ def _new_layout(rows: list[Row], slots: Ints, counts: list[int], *, only_samples
         query_start,
         logits_at=_ints(at),
         hidden_at=_ints(hidden_at),
-        sampled_rows=_ints([index for index, row in enumerate(rows) if row.is_sampled]),
+        sampled_rows=sampled_rows,
+        sampled_slots=on_device(slots[sampled_rows], device),
         sampled_logits=_ints(sampled) if len(sampled) < len(at) else None,
         scored=scored,
         pooled=pooled,

@@ -71,23 +71,23 @@ class Step:
         self._observe_pending()  # may wait for the step before, which counts as that step's time
         began = time.perf_counter()
         if self.prepared is not None:
-            sampler, prepared, rows = self.runner.sampler, self.prepared, self.batch.rows
+            sampler, layout, rows = self.runner.sampler, self.prepared.layout, self.batch.rows
             outputs, self.outputs = self.outputs, None
             assert outputs is not None, "a step is sampled once"
-            for row, places in prepared.scored.items():
-                scores = sampler.score(outputs.logits[places], int(prepared.slots[row]), rows[row].scored)
+            for row, places in layout.scored.items():
+                scores = sampler.score(outputs.logits[places], int(layout.slots[row]), rows[row].scored)
                 if scores is not None:
                     self.scores[row] = scores
-            if len(prepared.sampled_rows):
+            if len(layout.sampled_rows):
                 self.tokens = self._sample_rows(outputs.logits, masks)
-            for row, slot in enumerate(prepared.slots.tolist() if sampler.problems else ()):
+            for row, slot in enumerate(layout.slots.tolist() if sampler.problems else ()):
                 if slot in sampler.problems:
                     self.problems[row] = sampler.problems[slot]
             pooler = self.runner.pooler
-            if prepared.pooled_logits:
-                self.pooled.append(pooler.select(outputs.logits, prepared.pooled_logits, prepared.slots))
-            if prepared.pooled:  # last: if anything before it fails, the sums are unchanged
-                self.pooled += pooler.pool(outputs.hidden, prepared.pooled, prepared.slots, rows)
+            if layout.pooled_logits:
+                self.pooled.append(pooler.select(outputs.logits, layout.pooled_logits, layout.slots))
+            if layout.pooled:  # last: if anything before it fails, the sums are unchanged
+                self.pooled += pooler.pool(outputs.hidden, layout.pooled, layout.slots, rows)
         self.seconds["sample"] = time.perf_counter() - began
         if self.runner.clock:
             self.seconds["kernels"] = self.runner.clock.seconds() - self.spent
@@ -98,25 +98,25 @@ class Step:
         sampler = self.runner.sampler
         if before is None or self.prepared is None or not sampler.has_histories:
             return
-        for slot, row in zip(self.prepared.slots.tolist(), self.batch.rows, strict=True):
+        for slot, row in zip(self.prepared.layout.slots.tolist(), self.batch.rows, strict=True):
             if row.token_ids[-1] == PENDING and sampler.has_history(slot):
                 before.result()
                 sampler.observe(slot, row.start, [int(self.runner.known[slot])])
 
     def _sample_rows(self, logits: Tensor, masks: Masks | None) -> QueuedTokens:
         """Sample a token for each row whose last position has logits."""
-        prepared, runner = self.prepared, self.runner
-        assert prepared is not None
-        if prepared.sampled_logits is not None:
-            logits = logits[on_device(prepared.sampled_logits, logits.device)]
-        slots, lengths = prepared.slots[prepared.sampled_rows], prepared.lengths[prepared.sampled_rows]
-        allowed = None if masks is None else (np.searchsorted(prepared.sampled_rows, masks.rows), masks.bits)
+        assert self.prepared is not None
+        runner, layout = self.runner, self.prepared.layout
+        if layout.sampled_logits is not None:
+            logits = logits[on_device(layout.sampled_logits, logits.device)]
+        slots, lengths = layout.slots[layout.sampled_rows], self.prepared.lengths[layout.sampled_rows]
+        allowed = None if masks is None else (np.searchsorted(layout.sampled_rows, masks.rows), masks.bits)
         tokens = runner.sampler.sample(logits, slots, lengths, allowed)
         draws = runner.sampler.draw_graphs
         if runner.last is not None and not (
             draws is not None and draws.draws(logits)
         ):  # a row that failed has a negative id: the next step computes nothing of use for it
-            runner.last.index_copy_(0, on_device(slots, runner.device), tokens.ids.clamp(min=0))
+            runner.last.index_copy_(0, layout.sampled_slots, tokens.ids.clamp(min=0))
         return tokens
 
     def _collect(self) -> StepResult:
@@ -124,7 +124,7 @@ class Step:
         outcomes: list[Outcome] = [None] * len(self.batch.rows)
         if self.tokens is not None:
             assert self.prepared is not None
-            tokens = self.tokens.tokens()
+            tokens, layout = self.tokens.tokens(), self.prepared.layout
             sampled: list[Outcome] = [Sampled([token_id]) for token_id in tokens.token_ids]
             for index, logprob in tokens.logprobs.items():
                 sampled[index] = Sampled([tokens.token_ids[index]], [logprob])
@@ -133,10 +133,10 @@ class Step:
             if len(sampled) == len(outcomes):
                 outcomes = sampled
             else:
-                for row, outcome in zip(self.prepared.sampled_rows.tolist(), sampled, strict=True):
+                for row, outcome in zip(layout.sampled_rows.tolist(), sampled, strict=True):
                     outcomes[row] = outcome
             if self.runner.sampler.has_histories:
-                self.runner.known[self.prepared.slots[self.prepared.sampled_rows]] = tokens.token_ids
+                self.runner.known[layout.slots[layout.sampled_rows]] = tokens.token_ids
         for row, problem in self.problems.items():
             outcomes[row] = problem
         for queued in self.pooled:
@@ -251,7 +251,7 @@ class Runner:
         self.inputs.append_blocks(batch.rows)
         prepared = self.inputs.prepare(batch.rows, self.last)
         if self.sampler.has_histories:
-            for slot, row in zip(prepared.slots.tolist(), batch.rows, strict=True):
+            for slot, row in zip(prepared.layout.slots.tolist(), batch.rows, strict=True):
                 self.sampler.observe(slot, row.start, row.token_ids)
         ready = time.perf_counter()
         outputs = self.model.forward(prepared.forward)

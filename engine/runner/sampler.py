@@ -42,8 +42,8 @@ NEVER, ONLY = -100.0, 100.0
 
 
 # Constants of splitmix64: creating them for each step would take longer than most of its arithmetic.
-SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
-FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15)
+SHIFTS = [np.array(bits, np.uint64) for bits in (30, 27, 31, 11)]
+FACTORS = [np.array(factor, np.uint64) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15)]
 
 
 def uniform(streams: NDArray[np.uint64], positions: Ints) -> NDArray[np.float64]:

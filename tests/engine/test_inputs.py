@@ -92,7 +92,7 @@ def test_random_traces_equal_the_row_by_row_version(seed):
         assert got.forward.logits_at.tolist() == [
             end - 1 for row, end in zip(rows, ends, strict=True) if row.num_logits
         ]
-        assert got.sampled_rows.tolist() == [index for index, row in enumerate(rows) if row.num_logits]
+        assert got.layout.sampled_rows.tolist() == [index for index, row in enumerate(rows) if row.num_logits]
         assert got.lengths.tolist() == want.seq_lens_list
 
 
@@ -123,10 +123,27 @@ def test_rows_that_enter_again_have_the_blocks_of_their_new_slots():
         rows = [Row(seq_id, 0, [9], [block], 1) for seq_id, block in zip((1, 2), blocks, strict=True)]
         inputs.append_blocks(rows)
         got = inputs.prepare(rows)
-        assert got.slots.tolist() == slots
+        assert got.layout.slots.tolist() == slots
         assert got.forward.plan.meta.block_table.tolist() == [[block] for block in blocks]
         inputs.leave(1)
         inputs.leave(2)
+
+
+def test_the_block_table_of_rows_that_decode_again_has_their_new_blocks_and_follows_their_order():
+    inputs = inputs_of(2, 4, 2)
+    tables = {1: [5, 6, 7], 2: [8]}
+    for seq_id, blocks in tables.items():
+        inputs.enter(seq_id)
+        inputs.append_blocks([Row(seq_id, 0, [], blocks, 0)])
+    # Sequence 1 has the longest table throughout, so the shape of the steps stays the same.
+    for order, start, new in (([1, 2], 0, []), ([1, 2], 1, []), ([1, 2], 2, [9]), ([2, 1], 3, []), ([2, 1], 4, [3])):
+        tables[2] = tables[2] + new
+        of_seq = {1: Row(1, 4 + start % 2, [4], [], 1), 2: Row(2, start, [4], new, 1)}
+        rows = [of_seq[seq_id] for seq_id in order]
+        inputs.append_blocks(rows)
+        got = inputs.prepare(rows).forward.plan.meta.block_table.tolist()
+        for seq_id, line in zip(order, got, strict=True):
+            assert line[: len(tables[seq_id])] == tables[seq_id]
 
 
 @pytest.mark.parametrize(
@@ -144,8 +161,8 @@ def test_rows_that_do_more_than_sample_do_not_share_the_layout_of_rows_that_samp
     for start, is_plain in enumerate((True, True, False, True, False, False)):
         more = {"num_logits": 1} | ({} if is_plain else other)
         got = inputs.prepare([Row(1, start, [9], [], **more)])
-        assert got.sampled_rows.tolist() == ([0] if is_plain else [])
-        assert bool(got.scored or got.pooled or got.pooled_logits) is not is_plain
+        assert got.layout.sampled_rows.tolist() == ([0] if is_plain else [])
+        assert bool(got.layout.scored or got.layout.pooled or got.layout.pooled_logits) is not is_plain
         assert (got.lengths.tolist(), got.forward.positions.tolist()) == ([start + 1], [start])
 
 
