@@ -26,7 +26,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     seq_id: int
     start: int
     token_ids: list[int]
-    new_block_ids: list[int]  # all of the sequence's blocks in the step in which it enters
+    new_block_ids: Ids[int]  # all of the sequence's blocks in the step in which it enters
     num_logits: int  # of the last positions: 0 while a prompt is incomplete, 1 to sample or pool, all to score a prompt
     scored: Ids[int] = ()  # prompt tokens that the first of these positions predict
     num_hidden: int = 0  # of the last positions: hidden states to pool instead, 1 for the last or all for their mean

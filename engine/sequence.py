@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -148,10 +149,11 @@ class Sequence:
         start, tokens, length = self.start, self.tokens, len(self.tokens)
         end = self.start = start + count
         is_last = end >= length and end >= self.sampled_length
-        token_ids = [tokens[start]] if count == 1 and start < length else tokens[start:end] or [PENDING]
-        new_block_ids = self.block_ids[self.num_sent_blocks :]
-        if new_block_ids:
-            self.num_sent_blocks += len(new_block_ids)
+        token_ids = [PENDING] if start >= length else [tokens[start]] if count == 1 else tokens[start:end]
+        new_block_ids: Ids[int] = ()
+        if self.num_sent_blocks < len(self.block_ids):
+            new_block_ids = self.block_ids[self.num_sent_blocks :]
+            self.num_sent_blocks = len(self.block_ids)
         if self.is_plain:
             if is_last:
                 self.sampled_length = end + 1

@@ -18,7 +18,7 @@ from importlib import import_module
 from . import channel, types
 from .loop import EngineLoop
 from .model_thread import ModelThread
-from .process import begin_child
+from .process import begin_child, freeze
 from .types import EngineError, StepStats, TokenDelta
 
 HEARTBEAT_S = 0.5
@@ -86,9 +86,7 @@ class _Worker:
 
         outbox = _Outbox(self.pipe)
         engine, info = await assemble(load.config, outbox, self.model_thread, self._progress, again=load.again)
-        gc.collect()
-        gc.freeze()  # what was loaded stays: exclude it from later collections
-        gc.enable()
+        freeze()
         self.loop = engine
         self.pipe.send(channel.Ready(info, engine.scheduler.config))
         await engine.run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ids
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -35,7 +37,7 @@ class GroupTables:
         host = self._host.numpy()
         self._slots, self._rows = host[:, : largest.tokens], host[:, self._longs :].view(np.int32)
 
-    def append(self, slot: int, count: int, block_ids: list[int]) -> list[int]:
+    def append(self, slot: int, count: int, block_ids: Ids[int]) -> list[int]:
         """Add blocks of all groups to a slot, which has `count` of each; returns those of the first group."""
         of_groups = np.array(block_ids, np.int32).reshape(-1, len(self._tables) + 1).T
         self._tables[:, slot, count : count + of_groups.shape[1]] = of_groups[1:]

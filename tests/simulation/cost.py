@@ -8,7 +8,6 @@ move a message to the server, and what the server does with it, is not counted.
 from __future__ import annotations
 
 import asyncio
-import gc
 import statistics
 import time
 import types
@@ -27,6 +26,7 @@ from engine.kernels.library import Choice, settle
 from engine.loop import EngineLoop
 from engine.model_thread import ModelThread
 from engine.models import Forward, Outputs
+from engine.process import freeze
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.types import StepStats, TokenDelta
@@ -125,8 +125,7 @@ class Cost:
             ("publish", loop, "_publish"),
         ):
             setattr(owner, name, partial(self.timed, part, getattr(owner, name)))
-        gc.collect()
-        gc.freeze()  # as the worker does
+        freeze()  # as the worker does
         task = asyncio.create_task(loop.run())
         await self.is_done.wait()
         task.cancel()
