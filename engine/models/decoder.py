@@ -18,10 +18,11 @@ from .executor import CapturedHead, Eager, Executor
 from .forward import Forward, Outputs
 from .fused import Fused
 from .gpu_weights import CodedRows
+from .importance import ROWS, of_hidden
 from .layer_inputs import LayerInputs
 from .layers import InFile, Linear, Quantization, softcap
 from .norms import make_norm
-from .precision import head_bits, layer_bits
+from .precision import head_bits, layer_bits, weighs_columns
 from .rope import Rotary
 from .spec import ModelSpec
 from .weights import Checkpoint, reported
@@ -139,17 +140,21 @@ class Decoder:
         def read(targets: Mapping[str, Tensor], claimed: set[str]) -> None:
             checkpoint.fill({name: target for name, target in targets.items() if name not in claimed}, report)
 
+        embedding = f"{prefix}embed_tokens.weight"
+        hidden = None
+        if weighs_columns(self.spec.quantization):
+            hidden = of_hidden(checkpoint.rows(embedding, ROWS).to(self.norm.weight.device))
         for layer in self.layers:
             weights: dict[Linear, list[str]] = {}
             for name, linear, *_ in layer.parts():
                 weights.setdefault(linear, []).append(f"{prefix}{name}.weight")
             claimed = claim(weights)
             read({prefix + name: target for name, target in layer.targets().items()}, claimed)
-            self._pack_layer(layer, in_file)
+            with checkpoint.reading():
+                self._pack_layer(layer, hidden, in_file)
             if count := sum(in_file[linear].converted for linear in weights if linear in in_file):
                 converted = True
                 report(count)
-        embedding = f"{prefix}embed_tokens.weight"
         tables = {self.head: [embedding if self.head is self.embedding else head]}
         if self.spec.quantization == "gguf":  # an embedding stays in its blocks, also beside a head of its own
             tables[self.embedding] = [embedding]
@@ -163,11 +168,8 @@ class Decoder:
         ends.clear()
         self._pack_ends(in_file)
         if packing is not None and in_file:
-            with reported(packing, lambda num_bytes: progress((done + num_bytes) / total)):
-                try:
-                    packing.run()
-                except OSError as error:
-                    raise checkpoint.unreadable(error) from None
+            with reported(packing, lambda num_bytes: progress((done + num_bytes) / total)), checkpoint.reading():
+                packing.run()
         progress(1.0)
 
     def _ends(self) -> dict[str, Tensor]:
@@ -184,14 +186,15 @@ class Decoder:
 
     def pack(self) -> None:
         """Pack weights that have all been read."""
+        hidden = of_hidden(self.embedding.weight[:ROWS]) if weighs_columns(self.spec.quantization) else None
         for layer in self.layers:
-            self._pack_layer(layer)
+            self._pack_layer(layer, hidden, {})
         self._pack_ends({})
         self._finish()
 
-    def _pack_layer(self, layer: Layer, in_file: Mapping[Linear, InFile] | None = None) -> None:
+    def _pack_layer(self, layer: Layer, hidden: Tensor | None, in_file: Mapping[Linear, InFile]) -> None:
         bits = layer_bits(self.spec.quantization, layer.index, len(self.layers), self.spec.num_params)
-        layer.pack(self.product.kernels, bits, in_file)
+        layer.pack(self.product.kernels, bits, hidden, in_file)
 
     def _pack_ends(self, in_file: Mapping[Linear, InFile]) -> None:
         # Logits must be float32. A tied head and embedding are stored once, in a form that both can use.

@@ -12,6 +12,7 @@ from ..kernels.library import Kernels
 from .decoder_spec import DecoderSpec, sinks_name
 from .experts import Beside, Experts
 from .forward import Forward
+from .importance import after_norm
 from .layer_inputs import LayerInput
 from .layers import Gated, InFile, Linear, Quantization
 from .norms import RMSNorm, make_norm
@@ -168,16 +169,18 @@ class Layer:
         return (self.qkv, self.output, self.gate_up, self.down) if self.has_mlp else (self.qkv, self.output)
 
     def pack(
-        self, kernels: Kernels | None, bits: LayerBits | None, in_file: Mapping[Linear, InFile] | None = None
+        self, kernels: Kernels | None, bits: LayerBits | None, hidden: Tensor | None, in_file: Mapping[Linear, InFile]
     ) -> None:
-        """Pack the weights, after the norms have been read; `in_file` has the weights that are still in files."""
-        in_file = in_file or {}
+        """Pack the weights, after the norms have been read; `in_file` has the weights that are still in files.
+
+        `hidden`: the importance of the hidden state's numbers, see importance.py; None: all matter alike.
+        """
         for linear in self.linears:
-            quantization = None if bits is None else self._quantization(linear, bits)
+            quantization = None if bits is None else self._quantization(linear, bits, hidden)
             linear.pack(kernels, quantization=quantization, in_file=in_file.get(linear))
         if self.experts is not None:
             norm = self.mlp_norm if self.beside is None else self.beside.before
-            self.experts.pack(kernels, bits, _importance(norm), in_file)
+            self.experts.pack(kernels, bits, after_norm(norm, hidden), in_file)
         if self.beside is not None:
             self.beside.pack(kernels)
         if self.input is not None:
@@ -186,15 +189,16 @@ class Layer:
             if norm is not None:
                 norm.pack(kernels)
 
-    def _quantization(self, linear: Linear, bits: LayerBits) -> Quantization:
+    def _quantization(self, linear: Linear, bits: LayerBits, hidden: Tensor | None) -> Quantization:
         if linear is self.qkv:
             rows_in_8 = self.rows[2] if bits.value > bits.others else 0
-            return Quantization(bits.others, _importance(self.attention_norm), rows_in_8)
+            return Quantization(bits.others, after_norm(self.attention_norm, hidden), rows_in_8)
         if linear is self.output:
             return Quantization(bits.others)
         if linear is self.gate_up:
-            return Quantization(bits.others, _importance(self.mlp_norm or self.attention_norm))
-        return Quantization(bits.down)
+            columns = after_norm(self.mlp_norm or self.attention_norm, hidden)
+            return Quantization(bits.others, columns, weighs=bits.down < 8)
+        return Quantization(bits.down, self.gate_up.importance)
 
 
 def _norm(norm: RMSNorm, x: Tensor) -> Tensor:
@@ -215,11 +219,3 @@ def _separated(x: Tensor, rotated: int) -> Tensor:
 def _add(linear: Linear, x: Tensor, norm: RMSNorm | None, residual: Tensor) -> Tensor:
     """Return the residual + norm(linear(x))."""
     return linear(x, residual=residual) if norm is None else residual + norm(linear(x))
-
-
-def _importance(norm: RMSNorm | None) -> Tensor | None:
-    """Return the importance of the columns of the weight after a norm, see Quantized.
-
-    A norm multiplies each column of x by its weight, so squared errors of the next weight count by its square.
-    """
-    return None if norm is None else norm.gain.float().square()

@@ -224,14 +224,14 @@ class Experts:
         """
         self._kernels = kernels
         self.router.pack(kernels, wide=True, in_file=in_file.get(self.router))
-        up = down = None
-        if bits is not None:
-            up, down = Quantization(bits.others, importance), Quantization(bits.down)
         shared = [] if self.shared is None else [self.shared]
-        gate_ups, downs = [*self.gate_ups, *(each for each, _ in shared)], [*self.downs, *(each for _, each in shared)]
-        for linears, quantization in ((gate_ups, up), (downs, down)):
-            for linear in linears:
-                linear.pack(kernels, quantization=quantization, in_file=in_file.get(linear))
+        pairs = [*zip(self.gate_ups, self.downs, strict=True), *shared]
+        up = None if bits is None else Quantization(bits.others, importance, weighs=bits.down < 8)
+        for gate_up, _ in pairs:
+            gate_up.pack(kernels, quantization=up, in_file=in_file.get(gate_up))
+        for gate_up, last in pairs:
+            down = None if bits is None else Quantization(bits.down, gate_up.importance)
+            last.pack(kernels, quantization=down, in_file=in_file.get(last))
 
 
 class Beside:

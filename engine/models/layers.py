@@ -26,6 +26,7 @@ from ..kernels.matmul import (
 )
 from ..kernels.structures import Gate, Multiplied
 from .gpu_weights import CodedRows, GPUProduct, GPUWeight, load
+from .importance import after_gate
 from .rounding import rounded
 from .skinny import Tile, Uniform, multiply, tile_of
 
@@ -94,6 +95,7 @@ class Quantization(NamedTuple):
     bits: int
     importance: Tensor | None = None  # of its columns, see Quantized
     rows_in_8: int = 0  # its last rows, which have 8 bits
+    weighs: bool = False  # of gate and up: whether the importance of the next weight's columns is needed
 
 
 def _divided(parts: Parts, rows: int) -> tuple[Parts, Parts]:
@@ -191,13 +193,12 @@ class Linear:
             assert not wide and not gated
             self._packed = self._in_two(kernels, weight, quantization, packing)
         else:
-            bits, importance, _ = quantization
             self._packed = Quantized(
                 kernels,
                 weight,
                 self.bias,
-                bits=bits,
-                importance=importance,
+                bits=quantization.bits,
+                importance=quantization.importance,
                 wide=wide,
                 gated=gated,
                 packing=packing,
@@ -212,9 +213,9 @@ class Linear:
 
     def _rounded(self, quantization: Quantization) -> list[GPUWeight]:
         """Return the quantized weight for a GPU."""
-        bits, importance, rows_in_8 = quantization
+        rows_in_8 = quantization.rows_in_8
         most, last = self.weight.split([len(self.weight) - rows_in_8, rows_in_8])
-        parts = [rounded(most, bits, importance)]
+        parts = [rounded(most, quantization.bits, quantization.importance)]
         if rows_in_8:
             parts.append(rounded(last, 8))
         return parts
@@ -227,11 +228,11 @@ class Linear:
         rows = stride - quantization.rows_in_8
         most, last = (weight[:rows], weight[rows:]) if isinstance(weight, Tensor) else _divided(weight, rows)
         biases = (None, None) if self.bias is None else (self.bias[:rows], self.bias[rows:])
-        bits, importance, _ = quantization
+        bits, columns = quantization.bits, quantization.importance
         return Joined(
             kernels,
             [
-                Quantized(kernels, most, biases[0], bits=bits, importance=importance, stride=stride, packing=packing),
+                Quantized(kernels, most, biases[0], bits=bits, importance=columns, stride=stride, packing=packing),
                 Quantized(kernels, last, biases[1], bits=8, stride=stride, packing=packing),
             ],
         )
@@ -329,6 +330,21 @@ class Gated(Linear):
         self.gate = Gate(GATES[activation]) if clamp is None else Gate(CLAMPED, *clamp)
         self._kernels: Kernels | None = None
         self._fused = False
+        self.importance: Tensor | None = None  # of the columns of the next weight, if that was needed
+
+    def pack(
+        self,
+        kernels: Kernels | None,
+        *,
+        wide: bool = False,
+        looked_up: bool = False,
+        quantization: Quantization | None = None,
+        in_file: InFile | None = None,
+    ) -> None:
+        if quantization is not None and quantization.weighs and self._clamp is None:
+            parts = [self.weight] if in_file is None else cast(Sequence[Stored], in_file.parts)
+            self.importance = after_gate(parts, quantization.importance)
+        super().pack(kernels, wide=wide, looked_up=looked_up, quantization=quantization, in_file=in_file)
 
     def _pack(
         self,

@@ -49,6 +49,11 @@ def layer_bits(quantization: str, layer: int, num_layers: int, num_params: int) 
     return LayerBits(value=8, down=8 if in_8 else bits, others=bits)
 
 
+def weighs_columns(quantization: str) -> bool:
+    """Return whether the layers' weights are rounded by the importance of their columns, see importance.py."""
+    return quantization in BITS and BITS[quantization][0] < 8
+
+
 def rounded_shapes(
     quantization: str,
     head: tuple[int, int],

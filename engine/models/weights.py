@@ -15,7 +15,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Annotated
@@ -136,7 +136,7 @@ class Checkpoint:
         """Copy each named tensor into its target, in file order. `check` must have passed. `progress` is called with
         the size of each piece in bytes. Files stay open until `close`."""
         uploads: dict[torch.device, list[Piece]] = {}
-        try:
+        with self.reading():
             for file, entries in self._by_file({name: self.entries[name] for name in targets}).items():
                 descriptor = self._descriptor(file)
                 for name, entry in entries:
@@ -150,8 +150,16 @@ class Checkpoint:
                 if device not in self._uploads:
                     self._uploads[device] = Upload(device)
                 self._uploads[device].run(work, progress)
-        except OSError as error:
-            raise self.unreadable(error) from None
+
+    def rows(self, name: str, count: int) -> Tensor:
+        """Return the first rows of a matrix, up to `count`, in the file's data type."""
+        entry = self.entries[name]
+        found = torch.empty(min(count, entry.shape[0]), *entry.shape[1:], dtype=entry.dtype)
+        with self.reading():
+            read_into(
+                self._descriptor(entry.file), replace(entry, num_bytes=found.nbytes), found, lambda num_bytes: None
+            )
+        return found
 
     def stored(self, names: Sequence[str], dtype: torch.dtype) -> Sources:
         """Return these tensors' locations in files that stay open until `close`; empty if one has another dtype."""
@@ -163,6 +171,14 @@ class Checkpoint:
     def coded(self, names: Sequence[str]) -> list[CodedRows]:
         """Return these tensors in forms that a GPU computes with; empty if one has none."""
         return []
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Raise ModelError for an OSError whose filename is one of our descriptors."""
+        try:
+            yield
+        except OSError as error:
+            raise self.unreadable(error) from None
 
     def unreadable(self, error: OSError) -> ModelError:
         """Return the error for a file that cannot be read; the filename of `error` is one of our descriptors."""
@@ -263,7 +279,7 @@ def _end(begin: int, entries: Iterable[Entry]) -> int:
 
 def read_into(descriptor: int, entry: Entry, target: Tensor, progress: Callable[[int], None]) -> None:
     """Read a tensor's bytes directly into `target`."""
-    data = target.view(torch.uint8).numpy().data
+    data = target.view(torch.uint8).view(-1).numpy().data
     for start in range(0, entry.num_bytes, PIECE_BYTES):
         piece = data[start : start + PIECE_BYTES]
         read_all(descriptor, piece, entry.offset + start)

@@ -33,11 +33,12 @@ def quantized_weights(
 ) -> dict[Linear, Tensor]:
     """Return the weight of each linear layer of a plain model as the quantized model has it."""
     found = {model.head: round_(model.head.weight, 8)}
+    hidden = model.embedding.weight.float().square().mean(0)
     for layer in model.layers:
         bits = layer_bits(quantization, layer.index, len(model.layers), model.spec.num_params)
         assert bits is not None
         after_attention_norm, after_mlp_norm = (
-            norm.weight.float().square() for norm in (layer.attention_norm, layer.mlp_norm)
+            norm.weight.float().square() * hidden / hidden.mean() for norm in (layer.attention_norm, layer.mlp_norm)
         )
         q, k, v = layer.rows
         queries_and_keys, values = layer.qkv.weight.split([q + k, v])
@@ -46,7 +47,8 @@ def quantized_weights(
         )
         found[layer.output] = round_(layer.output.weight, bits.others)
         found[layer.gate_up] = round_(layer.gate_up.weight, bits.others, after_mlp_norm)
-        found[layer.down] = round_(layer.down.weight, bits.down)
+        gate, up = (half.float().square() @ after_mlp_norm for half in layer.gate_up.weight.chunk(2))
+        found[layer.down] = round_(layer.down.weight, bits.down, gate / gate.mean() * up / up.mean())
     return found
 
 
