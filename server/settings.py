@@ -197,6 +197,7 @@ class Settings(BaseModel):
     allowed_hosts: Names = _http(
         [], "Host headers to accept, * for any (default: those that DNS rebinding cannot use)", "HOST"
     )
+    webui: bool = _http(True, "serve a chat page at /; without it / redirects to the API page at /docs")
 
     max_num_queued_reqs: int = _limits(
         256, "maximum sequences in the queue; beyond it requests get a 503", "N", ge=1, le=2**20

@@ -106,6 +106,9 @@ def serve(python: pathlib.Path, place: pathlib.Path, environment: dict[str, str]
                 time.sleep(0.1)
         else:
             raise AssertionError("the installed server did not become ready")
+        for path in ("", "webui/page.js", "docs"):  # not Python, but parts of the package
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as page:
+                assert page.status == 200 and len(page.read()) > 1000, path
         body = json.dumps({"messages": [{"role": "user", "content": "What is 2 + 2?"}], "temperature": 0}).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/v1/chat/completions", body, {"Content-Type": "application/json"}

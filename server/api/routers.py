@@ -8,6 +8,7 @@ from .ops import routes as ops
 from .rerank import routes as rerank
 from .responses import routes as responses
 from .tokenize import routes as tokens
+from .webui import routes as webui
 
 ROUTERS = (
     chat.router,
@@ -18,4 +19,5 @@ ROUTERS = (
     messages.router,
     tokens.router,
     ops.router,
+    webui.router,
 )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.responses import JSONResponse
 
 from ...http.auth import metrics_reader, public, user
 from ...http.body import models as models_of
@@ -199,11 +199,6 @@ async def docs() -> Response:
     page, policy = docs_page()
     headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
     return Response(page, media_type="text/html", headers=headers)
-
-
-@router.get("/", dependencies=PUBLIC, include_in_schema=False)
-async def index(request: Request) -> Response:
-    return RedirectResponse(request.scope.get("root_path", "") + "/docs")
 
 
 @cache

@@ -12,7 +12,7 @@ from server import app as app_module
 from server.http.auth import roles
 from tests.fakes import FakeEngine, model_folder, serving
 
-PUBLIC = {"/live", "/ready", "/health", "/version", "/docs", "/openapi.json", "/"}
+PUBLIC = {"/live", "/ready", "/health", "/version", "/docs", "/openapi.json", "/", "/webui/{name}"}
 
 
 async def test_every_route_states_its_role(tmp_path):
