@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+from urllib.parse import urlsplit
 
 from ..settings import Settings, with_flags
 
@@ -62,6 +63,16 @@ def curl(settings: Settings, where: tuple[str, int] | Path, has_template: bool) 
     # The shell inserts the first key, so that it does not appear on the screen.
     key = "$PEQUOD_API_KEY" if len(settings.api_key) <= 1 else "${PEQUOD_API_KEY%%,*}"
     return line + (f' -H "Authorization: Bearer {key}"' if settings.keys else "")
+
+
+def chat_page(settings: Settings, where: tuple[str, int] | Path) -> str | None:
+    """Return the URL of the chat page for a browser on this machine; None if none can open it."""
+    if not settings.webui or isinstance(where, Path):
+        return None
+    address = url(settings, where) + "/"
+    if settings.hosts is None or urlsplit(address).hostname in settings.hosts:
+        return address
+    return None
 
 
 def count(number: int, unit: str) -> str:
@@ -149,6 +160,8 @@ def announce(
     lines = facts(info, settings, where, seconds)
     command = curl(settings, where, has_template)
     heading = "Try it, with a key in PEQUOD_API_KEY:" if settings.keys else "Try it:"
+    if has_template and (page := chat_page(settings, where)):
+        heading = f"Chat in a browser: {page}\n{heading}"
     if stream.isatty() and os.environ.get("TERM") != "dumb":
         _print_rich(lines, heading, command, stream)
         return

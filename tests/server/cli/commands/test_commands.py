@@ -591,6 +591,20 @@ def test_the_banner_warns_of_a_server_without_a_key():
     assert "set --api-key" not in printed()
 
 
+def test_the_banner_names_the_chat_page_where_a_browser_can_open_it(tmp_path):
+    assert "Chat in a browser: http://127.0.0.1:8000/\n" in printed()
+    assert "Chat in a browser: http://localhost:81/\n" in printed(where=("0.0.0.0", 81), host="0.0.0.0")
+    assert "Chat in a browser: http://[::1]:8000/\n" in printed(host="::1")
+    assert "Chat in a browser: http://127.0.0.1:8000/\n" in printed(allowed_hosts=["llm.org", "127.0.0.1"])
+    for given in (
+        {"webui": False},
+        {"has_template": False},
+        {"where": tmp_path / "socket"},
+        {"allowed_hosts": ["llm.org"]},
+    ):
+        assert "Chat in a browser" not in printed(**given), given
+
+
 def curl_of(text: str) -> list[str]:
     return shlex.split(text.strip().splitlines()[-1])
 
