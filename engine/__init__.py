@@ -10,7 +10,7 @@ from .files import LIST_BYTES, read_file, read_json, read_text
 from .grammar import problem as grammar_problem
 from .grammar.trial import GrammarTrial
 from .hub import Folder, fetch
-from .memory import measure as measure_memory
+from .machine_memory import measure as measure_memory
 from .packaged import on_this_machine as packaged_models
 from .packaged import pull
 from .process import begin_child, spawn

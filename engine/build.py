@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from msgspec.structs import replace
 
-from . import attention, hub, memory, models, roofline
+from . import attention, hub, machine_memory, memory, models, roofline
 from .attention.cache_memory import Population
 from .config import EngineConfig, check
 from .kernels.launching import use_device
 from .kernels.library import Choice, Kernels, settle
 from .kernels.weight_packing import compresses
 from .loop import EngineLoop, Outbox, StepOutOfMemory
+from .machine_memory import Machine
 from .model_thread import ModelThread
 from .models.weights import Checkpoint
 from .runner import cuda_graphs
@@ -85,7 +86,7 @@ class Described:
     product: Choice
     compiling: Compiling | None  # of the kernels for a GPU
 
-    def arrange(self, machine: memory.Machine, activations: int | None = None) -> memory.Plan:
+    def arrange(self, machine: Machine, activations: int | None = None) -> memory.Plan:
         """Divide a machine's memory, see memory.arrange. Raises memory.Impossible."""
         return memory.arrange(self.spec, self.config, machine, self.attention.backend, activations)
 
@@ -133,7 +134,7 @@ def _when_idle(runner: Runner, info: EngineInfo) -> Callable[[], bool] | None:
     if runner.device.type != "cpu" or info.weights_bytes < TINY_BYTES:  # whose prompts take milliseconds
         return None
     population = Population([layer.tensor for layer in runner.cache.layers])
-    return lambda: memory.measure("cpu").available > SPARED_BYTES and population.advance()
+    return lambda: machine_memory.measure("cpu").available > SPARED_BYTES and population.advance()
 
 
 def _load_grammars(config: EngineConfig, width: int) -> Grammars | None:
@@ -308,11 +309,11 @@ def _compresses(config: EngineConfig, spec: models.ModelSpec, kernels: Kernels |
     return compresses(config.weight_packing, kernels, spec.dtype, spec.weights_bytes, max_seqs, quantized=quantized)
 
 
-def _plan(described: Described, *, again: bool) -> tuple[memory.Machine, memory.Plan]:
+def _plan(described: Described, *, again: bool) -> tuple[Machine, memory.Plan]:
     """Measure and divide the memory; see `load` for `again`."""
     deadline = time.monotonic() + FREED_S
     while True:
-        machine = memory.measure(str(described.device))
+        machine = machine_memory.measure(str(described.device))
         if again:
             machine = dataclasses.replace(machine, share=1.0)
         try:
@@ -323,7 +324,7 @@ def _plan(described: Described, *, again: bool) -> tuple[memory.Machine, memory.
         time.sleep(FREED_S / 50)
 
 
-def _with_more_seqs(described: Described, machine: memory.Machine, plan: memory.Plan, limits: Roofline) -> memory.Plan:
+def _with_more_seqs(described: Described, machine: Machine, plan: memory.Plan, limits: Roofline) -> memory.Plan:
     """Return the plan for as many sequences per step as a CPU computes in twice the time of one, a power of two.
 
     The plan remains as it is if that number is lower, or if there is not the memory for it.

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from . import memory
+from . import machine_memory, memory
 from .build import describe
 from .config import EngineConfig
 from .types import EngineError
@@ -32,7 +32,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
     """Return the plan as one flat object; sizes in bytes, lengths in tokens. Raises EngineError."""
     described = describe(config, weights=False)
     spec, device, chosen = described.spec, described.device, described.attention
-    machine = memory.measure(str(device))
+    machine = machine_memory.measure(str(device))
     arranged = described.arrange(machine)
     return {
         "model": config.model,

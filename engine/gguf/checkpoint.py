@@ -56,6 +56,7 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._opened = {}  # the files are mapped
         path = folder / TENSORS
         data = read_file(path, LIST_BYTES) or b""
         try:

@@ -249,7 +249,8 @@ struct InBlocks : InPanels<InBlocks<Number_, BITS, PLANES, CODED>> {
   // Codes take longer to look up, and are faster with two.
   static constexpr int panels(int64_t rows) { return CODED && rows < 3 ? 2 : 1; }
   static const int64_t AHEAD = 4 << 10;
-  static const int TALL = BITS < 8 ? 5 : HEIGHT;  // sums of two vectors, in 16 bits, fit in the registers
+  // So the registers hold the group's sums of two vectors, in 16 bits. The running sums are in the first-level cache.
+  static const int TALL = BITS < 8 ? 5 : HEIGHT;
 #endif
 
   static int64_t units(int64_t columns) { return ceil_div(columns, Layout::SIZE) * Layout::UNITS; }

@@ -11,7 +11,7 @@
 // residual, and one rounding to the result's type. Neither the number of rows nor the tile's height nor the thread
 // changes this order, so the bits of a row do not depend on the rest of the batch.
 //
-// Tiles. A tile is up to HEIGHT rows of x by one panel, or few rows by several panels, so that enough independent sums
+// Tiles. A tile is up to TALL rows of x by one panel, or few rows by several panels, so that enough independent sums
 // hide the latency of the additions. A tile's rows are packed as X[unit][row]: rows of x are often a power of two
 // apart, and read in place they would evict one another from the first-level cache. Where the processor multiplies
 // tiles (tiled.h), all tiles have the same height, and the last one is padded with rows of zeros.

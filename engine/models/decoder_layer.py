@@ -178,6 +178,8 @@ class Layer:
         for linear in self.linears:
             quantization = None if bits is None else self._quantization(linear, bits, hidden)
             linear.pack(kernels, quantization=quantization, in_file=in_file.get(linear))
+        if self.has_mlp:
+            self.gate_up.importance = None
         if self.experts is not None:
             norm = self.mlp_norm if self.beside is None else self.beside.before
             self.experts.pack(kernels, bits, after_norm(norm, hidden), in_file)

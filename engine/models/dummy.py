@@ -28,7 +28,7 @@ class DummyWeights(Checkpoint):
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self._spec = folder, spec
-        self.entries = {}
+        self.entries, self._opened = {}, {}
         self._shapes: dict[str, tuple[int, int]] = {}  # of the weights that may be quantized
         if spec.decoder is not None and spec.method:
             self._scheme = parse(spec.source["quantization_config"]).scheme

@@ -232,6 +232,7 @@ class Experts:
         for gate_up, last in pairs:
             down = None if bits is None else Quantization(bits.down, gate_up.importance)
             last.pack(kernels, quantization=down, in_file=in_file.get(last))
+            gate_up.importance = None
 
 
 class Beside:

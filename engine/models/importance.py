@@ -15,7 +15,9 @@ from .norms import RMSNorm
 from .upload import read_all
 
 ROWS = 4096  # of the embedding that are read: with all of them the error of SmolLM2-135M was the same
-PIECE_NUMBERS = 1 << 19  # of a weight, squared at once: they stay in the cache
+# Numbers of a weight that are squared at once. On a CPU they are too few for torch to share among threads: where other
+# programs kept the processors busy, its threads waited for each other for most of the time. A GPU gets fewer launches.
+PIECE_NUMBERS, PIECE_NUMBERS_ON_GPU = 1 << 14, 1 << 24
 
 
 def of_hidden(embedding: Tensor) -> Tensor:
@@ -49,8 +51,8 @@ def after_gate(gate_up: Sequence[Tensor | Stored], columns: Tensor | None) -> Te
 
 
 def _or_alike(importance: Tensor) -> Tensor:
-    """Return 1 in place of numbers that are not finite, which zeros and broken weights cause."""
-    return torch.where(importance.isfinite(), importance, 1.0)
+    """Return 1 for all columns if one is not finite, which zeros and broken weights cause."""
+    return torch.where(importance.isfinite().all(), importance, 1.0)
 
 
 def _squares(rows: Tensor, columns: Tensor | None) -> Tensor:
@@ -61,6 +63,9 @@ def _squares(rows: Tensor, columns: Tensor | None) -> Tensor:
 
 def _pieces(part: Tensor | Stored) -> Iterator[Tensor]:
     rows, columns = part.shape
+    if isinstance(part, Tensor) and part.device.type != "cpu":
+        yield from part.split(max(1, PIECE_NUMBERS_ON_GPU // columns))
+        return
     step = max(1, PIECE_NUMBERS // columns)
     if isinstance(part, Tensor):
         yield from part.split(step)

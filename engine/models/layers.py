@@ -330,7 +330,7 @@ class Gated(Linear):
         self.gate = Gate(GATES[activation]) if clamp is None else Gate(CLAMPED, *clamp)
         self._kernels: Kernels | None = None
         self._fused = False
-        self.importance: Tensor | None = None  # of the columns of the next weight, if that was needed
+        self.importance: Tensor | None = None  # of the columns of the next weight, until that is packed
 
     def pack(
         self,
@@ -342,7 +342,10 @@ class Gated(Linear):
         in_file: InFile | None = None,
     ) -> None:
         if quantization is not None and quantization.weighs and self._clamp is None:
-            parts = [self.weight] if in_file is None else cast(Sequence[Stored], in_file.parts)
+            parts: list[Tensor | Stored] = [self.weight]
+            if in_file is not None:
+                parts = [part for part in in_file.parts if isinstance(part, Stored)]
+                assert len(parts) == len(in_file.parts), "weights in blocks or codes are not rounded again"
             self.importance = after_gate(parts, quantization.importance)
         super().pack(kernels, wide=wide, looked_up=looked_up, quantization=quantization, in_file=in_file)
 

@@ -174,10 +174,12 @@ class Checkpoint:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Raise ModelError for an OSError whose filename is one of our descriptors."""
+        """Raise ModelError for an OSError whose filename is one of our descriptors; others pass."""
         try:
             yield
         except OSError as error:
+            if error.filename not in self._opened.values():
+                raise
             raise self.unreadable(error) from None
 
     def unreadable(self, error: OSError) -> ModelError:

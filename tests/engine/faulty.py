@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from engine import memory, worker
+from engine import machine_memory, worker
 from engine.batch import Batch
 from engine.loop import EngineLoop, Flight
 from engine.supervisor import Child
@@ -85,7 +85,7 @@ def move(size: int) -> None:
 
     best_first = library.best_first
     library.best_first = lambda features: best_first(features)[::-1]
-    memory.measure = lambda device: memory.Machine("cpu", size, size)
+    machine_memory.measure = lambda device: machine_memory.Machine("cpu", size, size)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine import Roofline, memory, models, roofline
+from engine import Roofline, machine_memory, memory, models, roofline
 from engine.attention import AttentionLayer, choose
 from engine.batch import Batch, Entered, Row
 from engine.build import build, describe, load, pick_device
 from engine.config import EngineConfig
 from engine.kernels import library
+from engine.machine_memory import Machine
 from engine.models import hf
 from engine.types import ConfigError, MemoryShort, ModelError, SamplingParams
 from tests.engine.test_kernels import needs_library
@@ -204,13 +205,13 @@ def test_what_memory_does_not_allow_is_a_config_error_with_ways_out(tmp_path):
 def test_an_engine_that_replaces_another_waits_for_its_memory(tmp_path, monkeypatch):
     """A driver may still hold the memory of a GPU's process for moments after it has ended."""
     described = describe(EngineConfig(model=str(tiny_llama(tmp_path)), device="cpu", num_blocks=8))
-    machines = [memory.Machine("cpu", 1 << 30, available) for available in (0, 0, 1 << 30)]
-    monkeypatch.setattr(memory, "measure", lambda device: machines.pop(0))
+    machines = [Machine("cpu", 1 << 30, available) for available in (0, 0, 1 << 30)]
+    monkeypatch.setattr(machine_memory, "measure", lambda device: machines.pop(0))
     monkeypatch.setattr("engine.build.FREED_S", 0.05)
     assert load(described, again=True).info.num_blocks == 8
     assert not machines
 
-    monkeypatch.setattr(memory, "measure", lambda device: memory.Machine("cpu", 1 << 30, 0))
+    monkeypatch.setattr(machine_memory, "measure", lambda device: Machine("cpu", 1 << 30, 0))
     with pytest.raises(MemoryShort):
         load(describe(described.config), again=True)
 

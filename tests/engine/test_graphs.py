@@ -22,7 +22,7 @@ from engine.attention.reference import Reference
 from engine.attention.static_plans import StaticPlans
 from engine.config import resolve
 from engine.graph_sizes import Bucket
-from engine.memory import Machine
+from engine.machine_memory import Machine
 from engine.runner import cuda_graphs
 from engine.runner.buffers import Buffers, Shape
 from tests.engine.recorder import Freed, Recorder, Uncapturable

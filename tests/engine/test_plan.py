@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import memory, plan
+from engine import machine_memory, memory, plan
 from engine.build import build
 from engine.config import EngineConfig
 from engine.kernels.library import choose
-from engine.memory import Machine, measure
+from engine.machine_memory import Machine, measure
 from engine.types import ConfigError
 from tests.engine.test_build import tiny_llama
 
@@ -52,7 +52,7 @@ def on(monkeypatch):
 
     def pretend(total, available=None, kind="cpu"):
         machine = Machine(kind, total, total if available is None else available)
-        monkeypatch.setattr(memory, "measure", lambda device: machine)
+        monkeypatch.setattr(machine_memory, "measure", lambda device: machine)
         monkeypatch.setattr("engine.build.pick_device", lambda name: torch.device(kind))
 
     return pretend

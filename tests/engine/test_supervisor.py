@@ -30,6 +30,7 @@ from engine import (
     supervisor,
 )
 from engine.attention import choose
+from engine.machine_memory import Machine
 from engine.supervisor import ending
 from tests.engine.faulty import OTHER_MACHINE, FaultyChild, seed
 from tests.fakes import INFO
@@ -222,7 +223,7 @@ def size_of(info: EngineInfo) -> int:
     config = replace(CONFIG, num_blocks=info.num_blocks)
     spec = models.describe(hub.fetch("builtin", weights=False).path, config)
     backend = choose(info.attention, torch.device("cpu"), spec.layers, spec.dtype, info.product).backend
-    return memory.arrange(spec, config, memory.Machine("cpu", 1 << 40, 1 << 40), backend).memory_bytes
+    return memory.arrange(spec, config, Machine("cpu", 1 << 40, 1 << 40), backend).memory_bytes
 
 
 async def killed_in_a_stream(engine: ProcessEngine) -> asyncio.Task[list[int]]:

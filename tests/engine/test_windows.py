@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine import memory, plan
+from engine import machine_memory, plan
 from engine.attention import AttentionLayer, AttentionMeta, KVCache
 from engine.attention.cpu import Paged
 from engine.attention.layer import LARGEST
@@ -18,7 +18,7 @@ from engine.attention.reference import Reference
 from engine.blocks import BlockPool
 from engine.cache_groups import CacheGroups
 from engine.config import EngineConfig
-from engine.memory import Machine
+from engine.machine_memory import Machine
 from engine.models import describe
 from engine.models import spec as model_spec
 from engine.prefix_cache import PrefixCache
@@ -226,7 +226,7 @@ GEMMA3 = {
 def test_a_context_fits_that_did_not_fit_with_all_blocks_of_all_layers(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(GEMMA3))
     machine = Machine("cpu", 64 * 10**9, 64 * 10**9)
-    monkeypatch.setattr(memory, "measure", lambda device: machine)
+    monkeypatch.setattr(machine_memory, "measure", lambda device: machine)
     settings = {"model": str(tmp_path), "device": "cpu", "max_len": 32768, "kv_cache_memory": 300 << 20}
     found, code = plan._result(json.dumps(settings))
     assert code == 0 and found["max_len"] == 32768
@@ -244,7 +244,7 @@ def test_a_context_fits_that_did_not_fit_with_all_blocks_of_all_layers(tmp_path,
 
 def test_fewer_blocks_than_groups_are_refused(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(GEMMA3))
-    monkeypatch.setattr(memory, "measure", lambda device: Machine("cpu", 64 * 10**9, 64 * 10**9))
+    monkeypatch.setattr(machine_memory, "measure", lambda device: Machine("cpu", 64 * 10**9, 64 * 10**9))
     found, code = plan._result(json.dumps({"model": str(tmp_path), "device": "cpu", "num_blocks": 6}))
     assert code == 2 and "holds 0 tokens" in found["error"]
 
