@@ -82,12 +82,6 @@ async def test_a_thread_is_refused_in_the_words_by_which_the_sdks_tool_runner_go
     assert error["details"]["error_code"] == "thread_unsupported_request"
 
 
-async def test_a_format_and_a_stop_sequence_exclude_each_other(folder):
-    output = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    _, error = await refusal(folder, output_config=output, stop_sequences=["a"])
-    assert error["param"] == "stop_sequences"
-
-
 async def test_a_prompt_that_does_not_fit_is_refused_in_the_words_that_agents_search_for(folder):
     status, error = await refusal(folder, messages=[{"role": "user", "content": "sea " * 600}])
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", "messages")

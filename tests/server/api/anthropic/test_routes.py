@@ -174,6 +174,15 @@ async def test_what_the_cache_found_is_counted_beside_the_input(folder):
     [
         ("the whale", {}, "end_turn", None),
         ("the ship, the sea", {"stop_sequences": ["sea", "ship"]}, "stop_sequence", "ship"),
+        (
+            '{"a": "the whale"}',
+            {
+                "stop_sequences": ["whale"],
+                "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+            },
+            "stop_sequence",
+            "whale",
+        ),
         ("the ship, the sea", {"max_tokens": 2}, "max_tokens", None),
         ("the ship, the sea", {"max_tokens": 0}, "max_tokens", None),
         (CALL, {"tools": [LOOK]}, "tool_use", None),
