@@ -95,7 +95,6 @@ class Quantization(NamedTuple):
     bits: int
     importance: Tensor | None = None  # of its columns, see Quantized
     rows_in_8: int = 0  # its last rows, which have 8 bits
-    weighs: bool = False  # of gate and up: whether the importance of the next weight's columns is needed
 
 
 def _divided(parts: Parts, rows: int) -> tuple[Parts, Parts]:
@@ -330,24 +329,19 @@ class Gated(Linear):
         self.gate = Gate(GATES[activation]) if clamp is None else Gate(CLAMPED, *clamp)
         self._kernels: Kernels | None = None
         self._fused = False
-        self.importance: Tensor | None = None  # of the columns of the next weight, until that is packed
 
-    def pack(
-        self,
-        kernels: Kernels | None,
-        *,
-        wide: bool = False,
-        looked_up: bool = False,
-        quantization: Quantization | None = None,
-        in_file: InFile | None = None,
-    ) -> None:
-        if quantization is not None and quantization.weighs and self._clamp is None:
-            parts: list[Tensor | Stored] = [self.weight]
-            if in_file is not None:
-                parts = [part for part in in_file.parts if isinstance(part, Stored)]
-                assert len(parts) == len(in_file.parts), "weights in blocks or codes are not rounded again"
-            self.importance = after_gate(parts, quantization.importance)
-        super().pack(kernels, wide=wide, looked_up=looked_up, quantization=quantization, in_file=in_file)
+    def importance_after(self, columns: Tensor | None, in_file: InFile | None) -> Tensor | None:
+        """Return the importance of the columns of the next weight, before this one is packed; None: they matter alike.
+
+        `columns`: that of this weight's columns. `in_file`: see `pack`.
+        """
+        if self._clamp is not None:
+            return None
+        parts: list[Tensor | Stored] = [self.weight]
+        if in_file is not None:
+            parts = [part for part in in_file.parts if isinstance(part, Stored)]
+            assert len(parts) == len(in_file.parts), "weights in blocks or codes are not rounded again"
+        return after_gate(parts, columns)
 
     def _pack(
         self,
