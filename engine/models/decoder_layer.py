@@ -175,12 +175,9 @@ class Layer:
 
         `hidden`: the importance of the hidden state's numbers, see importance.py; None: all matter alike.
         """
-        inner = None  # the importance of the columns of `down`
-        if bits is not None and bits.down < 8 and self.has_mlp:
-            inner = self.gate_up.importance_after(self._into_mlp(hidden), in_file.get(self.gate_up))
+        quantizations = {} if bits is None else self._quantizations(bits, hidden, in_file)
         for linear in self.linears:
-            quantization = None if bits is None else self._quantization(linear, bits, hidden, inner)
-            linear.pack(kernels, quantization=quantization, in_file=in_file.get(linear))
+            linear.pack(kernels, quantization=quantizations.get(linear), in_file=in_file.get(linear))
         if self.experts is not None:
             norm = self.mlp_norm if self.beside is None else self.beside.before
             self.experts.pack(kernels, bits, after_norm(norm, hidden), in_file)
@@ -192,20 +189,19 @@ class Layer:
             if norm is not None:
                 norm.pack(kernels)
 
-    def _into_mlp(self, hidden: Tensor | None) -> Tensor | None:
-        return after_norm(self.mlp_norm or self.attention_norm, hidden)
-
-    def _quantization(
-        self, linear: Linear, bits: LayerBits, hidden: Tensor | None, inner: Tensor | None
-    ) -> Quantization:
-        if linear is self.qkv:
-            rows_in_8 = self.rows[2] if bits.value > bits.others else 0
-            return Quantization(bits.others, after_norm(self.attention_norm, hidden), rows_in_8)
-        if linear is self.output:
-            return Quantization(bits.others)
-        if linear is self.gate_up:
-            return Quantization(bits.others, self._into_mlp(hidden))
-        return Quantization(bits.down, inner)
+    def _quantizations(
+        self, bits: LayerBits, hidden: Tensor | None, in_file: Mapping[Linear, InFile]
+    ) -> dict[Linear, Quantization]:
+        rows_in_8 = self.rows[2] if bits.value > bits.others else 0
+        found = {
+            self.qkv: Quantization(bits.others, after_norm(self.attention_norm, hidden), rows_in_8),
+            self.output: Quantization(bits.others),
+        }
+        if self.has_mlp:
+            columns = after_norm(self.mlp_norm or self.attention_norm, hidden)
+            inner = self.gate_up.importance_after(columns, in_file.get(self.gate_up)) if bits.down < 8 else None
+            found |= {self.gate_up: Quantization(bits.others, columns), self.down: Quantization(bits.down, inner)}
+        return found
 
 
 def _norm(norm: RMSNorm, x: Tensor) -> Tensor:
