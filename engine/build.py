@@ -1,7 +1,7 @@
 """Builds an engine from its config.
 
 `describe` inspects the machine and the model's files. `load` divides the memory, reads the weights and returns a runner
-that is ready for its first batch. `assemble` does both on the model thread, and returns the engine's loop.
+that is ready for its first batch. `assemble` does both on a ModelThread, and returns the engine's loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .kernels.library import Choice, Kernels, settle
 from .kernels.weight_packing import compresses
 from .loop import EngineLoop, Outbox, StepOutOfMemory
 from .machine_memory import Machine
-from .model_thread import ModelThread
+from .model_thread import LoopThread, ModelThread, StepThread
 from .models.weights import Checkpoint
 from .runner import cuda_graphs
 from .runner.runner import Runner, _guarded
@@ -122,9 +122,17 @@ async def assemble(
     grammars = asyncio.to_thread(_load_grammars, config, described.spec.vocab_size)
     (runner, info, resolved), loaded_grammars = await asyncio.gather(loading, grammars)
     scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size, groups=info.groups)
-    return EngineLoop(
-        scheduler, runner, outbox, model_thread, loaded_grammars, when_idle=_when_idle(runner, info)
-    ), info
+    thread = await step_thread(described.device, model_thread)
+    return EngineLoop(scheduler, runner, outbox, thread, loaded_grammars, when_idle=_when_idle(runner, info)), info
+
+
+async def step_thread(device: torch.device, model_thread: ModelThread) -> StepThread:
+    """Return the thread for the steps of an engine that the model thread has loaded."""
+    if device.type == "cpu":
+        return model_thread
+    await model_thread.close()  # torch then gives its cuBLAS handles, which have workspaces, to this thread
+    use_device(device)
+    return LoopThread()
 
 
 def _when_idle(runner: Runner, info: EngineInfo) -> Callable[[], bool] | None:

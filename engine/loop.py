@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .batch import Batch, Masks, StepResult
 from .grammar import GrammarError, GrammarsBusy
-from .model_thread import ModelThread
+from .model_thread import StepThread
 from .scheduler import Scheduler
 from .types import EngineRequest, ErrorCode, StepStats, TokenDelta
 
@@ -40,7 +40,7 @@ class Step(Protocol):
 
 
 class Runner(Protocol):
-    """Computes steps. Its methods, and those of a Step, are called on the model thread only."""
+    """Computes steps. Its methods, and those of a Step, are called on the StepThread only."""
 
     def launch(self, batch: Batch) -> Step: ...
 
@@ -61,11 +61,11 @@ class Flight:
     schedule_s: float
     grammar_rows: list[int]  # that sample with a grammar
     masks_s: float = 0.0
-    step: Step | None = None  # once the model thread has launched it; None: it ran out of memory
+    step: Step | None = None  # once it has been launched; None: it ran out of memory
 
 
 class EngineLoop:
-    """Schedules on the event loop's thread and computes on the model thread, so that messages are read meanwhile.
+    """Schedules on the event loop's thread, and launches and collects steps on a StepThread.
 
     With asynchronous scheduling each step is launched before the one before it is collected: while the device computes
     one step, the host updates the sequences with the tokens of the last one and prepares the next one.
@@ -76,17 +76,17 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: Runner,
         outbox: Outbox,
-        model_thread: ModelThread,
+        thread: StepThread,
         grammars: Grammars | None = None,
         *,
         when_idle: Callable[[], bool] | None = None,
     ) -> None:
-        """`when_idle` is called on the model thread while there is no work, until it returns false."""
+        """`when_idle` is called on the StepThread while there is no work, until it returns false."""
         self.scheduler = scheduler
         self.grammars = grammars
         self.runner = runner
         self.outbox = outbox
-        self.model_thread = model_thread
+        self.thread = thread
         self.is_ahead = bool(scheduler.config.async_scheduling)
         self.debug = scheduler.config.debug
         self._flight: Flight | None = None  # the step that was launched and not collected
@@ -121,7 +121,7 @@ class EngineLoop:
             await self._idle()
             return
         flight = None if batch is None else self._begin(batch, time.perf_counter() - began)
-        turn = self.model_thread.call(self._turn, flight, before)
+        turn = self.thread.call(self._turn, flight, before)
         if before is not None:
             self._collect(before, await turn)
         if flight is not None and before is not None and flight.step is None:
@@ -138,7 +138,7 @@ class EngineLoop:
     async def _finish(self, flight: Flight, turn: asyncio.Future[StepResult | None]) -> None:
         """Sample the rows with a grammar; then collect the step, or leave it in flight."""
         if flight.grammar_rows:  # the masks depend on the tokens of the step before, which has been collected
-            launched, turn = turn, self.model_thread.call(self._sample, flight, self._masks(flight))
+            launched, turn = turn, self.thread.call(self._sample, flight, self._masks(flight))
             await launched  # raises why it failed
         result = await turn
         if flight.step is None:
@@ -217,7 +217,7 @@ class EngineLoop:
             raise AssertionError(f"{pool.num_held} blocks are held and no sequence runs")
         self._wakeup.clear()
         while self._when_idle is not None and not await self._woken(QUIET_S):
-            if not await self.model_thread.call(self._when_idle):
+            if not await self.thread.call(self._when_idle):
                 self._when_idle = None
         await self._wakeup.wait()
 

@@ -16,7 +16,7 @@ from .metadata import AttentionMeta
 
 @dataclass(slots=True, eq=False)
 class KVCache:
-    """The keys and values of every layer, in the layout of `backend`. Owned by the model thread."""
+    """The keys and values of every layer, in the layout of `backend`. Owned by the runner."""
 
     backend: AttentionBackend
     layers: list[LayerCache]

@@ -52,7 +52,7 @@ class Prepared(NamedTuple):
 
 
 class Inputs:
-    """The slots and block tables of running sequences. Owned by the model thread."""
+    """The slots and block tables of running sequences. Owned by the runner."""
 
     def __init__(
         self,

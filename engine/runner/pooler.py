@@ -63,7 +63,7 @@ class QueuedLogits:
 
 
 class Pooler:
-    """Sums the hidden states of prompts over their chunks, by slot. Owned by the model thread.
+    """Sums the hidden states of prompts over their chunks, by slot. Owned by the runner.
 
     Normalized to length 1, the sum equals the mean. Sums are float64, so that the float32 result does not depend on how
     a prompt was divided into chunks.

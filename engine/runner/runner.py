@@ -149,7 +149,7 @@ class Step:
 
 
 class Runner:
-    """The model, its KV cache, and the device's state of each running sequence. Used on the model thread only."""
+    """The model, its KV cache, and the device's state of each running sequence. Used by one thread at a time."""
 
     def __init__(
         self, model: models.Model, config: EngineConfig, num_blocks: int, graph_device: GraphDevice | None = None

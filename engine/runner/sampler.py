@@ -275,15 +275,17 @@ class Sampler:
     # -- the logits before temperature ------------------------------------------------------------------------
 
     def _has_changes(self, slots: Ints, positions: Ints) -> bool:
-        tables = self._bias, self._history, self._allowed
-        used = slots.tolist() if any(tables) else ()
+        tables = [table for table in (self._bias, self._history, self._allowed) if table]
+        used = slots.tolist() if tables else ()
         return any(slot in table for table in tables for slot in used) or bool(self._young(slots, positions))
 
     def _young(self, slots: Ints, positions: Ints) -> list[int]:
         """Return the rows that may not sample a stop token yet."""
         least = self._min_tokens
-        pairs = zip(slots.tolist(), positions.tolist(), strict=True) if least else ()
-        return [row for row, (slot, position) in enumerate(pairs) if position < least.get(slot, 0)]
+        if not least:
+            return []
+        pairs = enumerate(zip(slots.tolist(), positions.tolist(), strict=True))
+        return [row for row, (slot, position) in pairs if position < least.get(slot, 0)]
 
     def _changes(self, slots: Ints, positions: Ints) -> Changes:
         """Return the penalties, biases, allowed and excluded tokens of a step."""

@@ -6,10 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
-from engine import EngineConfig, EngineRequest, LocalEngine, Pooling, SamplingParams
+from engine import EngineConfig, EngineRequest, LocalEngine, Pooling, SamplingParams, build
 from engine.config import resolve
+from engine.model_thread import LoopThread, ModelThread
 from server.offline import LLM
 from tests.engine.grammars import ENDS, PROMPT, SCHEMA, TOKENS, WORDS
 
@@ -93,6 +95,31 @@ async def test_responses_have_the_same_bits_when_steps_are_launched_ahead(settin
         assert one == other, request.params
     assert {reason for _, _, others in ahead for reason in others if isinstance(reason, str)} >= {"stop", "length"}
     assert preempted or "num_blocks" not in settings
+
+
+async def test_responses_have_the_same_bits_when_steps_run_on_the_loops_own_thread(monkeypatch):
+    collected, _ = await responses(BASE)
+
+    async def loop_thread(device: torch.device, model_thread: ModelThread) -> LoopThread:
+        await model_thread.close()
+        return LoopThread()
+
+    monkeypatch.setattr(build, "step_thread", loop_thread)
+    ahead, _ = await responses(replace(BASE, async_scheduling=True))
+    for request, one, other in zip(requests(), collected, ahead, strict=True):
+        assert one == other, request.params
+
+
+@pytest.mark.parametrize(("device", "is_own"), [("cpu", False), ("cuda", True)])
+async def test_steps_have_the_loops_own_thread_unless_the_device_is_a_cpu(monkeypatch, device, is_own):
+    used: list[torch.device] = []
+    monkeypatch.setattr(build, "use_device", used.append)
+    model_thread = ModelThread()
+    thread = await build.step_thread(torch.device(device), model_thread)
+    assert isinstance(thread, LoopThread) is is_own and used == [torch.device("cuda")] * is_own
+    if not is_own:
+        assert thread is model_thread
+        await model_thread.close()
 
 
 def test_stop_strings_end_the_same_texts():

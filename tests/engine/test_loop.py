@@ -1,15 +1,16 @@
 """EngineLoop with a runner that computes nothing: order of events, aborts in flight, failures."""
 
 import asyncio
+import socket
 import threading
 
 import pytest
 
-from engine import loop
+from engine import channel, loop
 from engine.batch import Batch, Sampled, StepResult
 from engine.config import EngineConfig
 from engine.loop import EngineLoop, StepOutOfMemory
-from engine.model_thread import ModelThread
+from engine.model_thread import LoopThread, ModelThread
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest, SamplingParams
 from tests.live import WAIT_S
@@ -72,14 +73,14 @@ class Outbox:
 
 
 class Bench:
-    def __init__(self, when_idle=None, **config) -> None:
+    def __init__(self, when_idle=None, thread=None, **config) -> None:
         self.runner, self.outbox = Runner(), Outbox()
         settings = EngineConfig(
             model="t", max_len=64, max_seqs=4, max_batched_tokens=16, block_size=4, debug=True, **config
         )
         self.scheduler = Scheduler(settings, num_blocks=16, vocab_size=100)
-        self.model_thread = ModelThread()
-        self.loop = EngineLoop(self.scheduler, self.runner, self.outbox, self.model_thread, when_idle=when_idle)
+        self.thread = thread or ModelThread()
+        self.loop = EngineLoop(self.scheduler, self.runner, self.outbox, self.thread, when_idle=when_idle)
 
     def add(self, request_id: int, prompt=(1, 2), max_tokens: int = 2) -> None:
         self.loop.add(EngineRequest(id=request_id, prompt_ids=prompt, params=SamplingParams(max_tokens=max_tokens)))
@@ -91,11 +92,15 @@ class Bench:
     async def __aexit__(self, *_) -> None:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-        await self.model_thread.close()
+        if isinstance(self.thread, ModelThread):
+            await self.thread.close()
 
     async def end(self) -> None:
         await asyncio.wait_for(self.outbox.ended.wait(), WAIT_S)
         self.outbox.ended.clear()
+
+
+on_both = pytest.mark.parametrize("thread", [ModelThread, LoopThread])
 
 
 async def test_a_request_is_announced_before_its_first_step_and_ends_once():
@@ -120,6 +125,38 @@ async def test_messages_are_read_during_a_step_and_an_abort_ends_a_request_that_
         await bench.end()
         assert bench.outbox.events[2:] == [("started", 2), (2, None, 9), (2, "length", 9)]
         assert bench.scheduler.pool.num_held == 0
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+async def test_a_step_on_the_loops_own_thread_lets_the_next_one_have_what_came_during_it(is_ahead):
+    ours, theirs = socket.socketpair()
+    pipe = channel.Channel(channel.Downward)
+    await pipe.open(theirs)
+    request = EngineRequest(id=2, prompt_ids=(1, 2), params=SamplingParams(max_tokens=1))
+    frame = channel.Channel(channel.Upward)._encoder.encode(channel.Add(request))
+
+    async with Bench(thread=LoopThread(), async_scheduling=is_ahead) as bench:
+
+        async def listen() -> None:
+            while isinstance(message := await pipe.receive(), channel.Add):
+                bench.loop.add(message.request)
+
+        def launch(batch: Batch) -> Step:
+            if batch.step == 2:
+                ours.sendall(len(frame).to_bytes(4, "little") + frame)
+            batches.append([row.seq_id for row in batch.rows])
+            return Step(bench.runner, batch)
+
+        batches: list[list[int]] = []
+        bench.runner.launch = launch  # type: ignore[method-assign]
+        listening = asyncio.create_task(listen())
+        bench.add(1, max_tokens=9)
+        await bench.end()
+        assert batches[:3] == [[1], [1], [1, 2]]
+        assert bench.runner.threads == {threading.current_thread().name}
+        ours.close()
+        await asyncio.wait_for(listening, WAIT_S)
+    pipe.close()
 
 
 async def test_request_that_can_never_run_fails_at_once():
@@ -154,8 +191,9 @@ async def test_what_can_wait_is_done_on_the_model_thread_when_there_is_no_work(m
         assert calls == ["model"] * 3, "it is not called again when it has done all"
 
 
-async def test_out_of_memory_fails_one_request_and_the_loop_goes_on():
-    async with Bench() as bench:
+@on_both
+async def test_out_of_memory_fails_one_request_and_the_loop_goes_on(thread):
+    async with Bench(thread=thread()) as bench:
         bench.runner.raises = [StepOutOfMemory()]
         bench.add(1, prompt=(1, 2, 3))
         bench.add(2)
@@ -165,16 +203,18 @@ async def test_out_of_memory_fails_one_request_and_the_loop_goes_on():
         assert bench.outbox.events[-1] == (2, "length", 9)
 
 
-async def test_any_other_failure_of_a_step_ends_the_loop():
-    async with Bench() as bench:
+@on_both
+async def test_any_other_failure_of_a_step_ends_the_loop(thread):
+    async with Bench(thread=thread()) as bench:
         bench.runner.raises = [RuntimeError("broken")]
         bench.add(1)
         with pytest.raises(RuntimeError, match="broken"):
             await asyncio.wait_for(asyncio.shield(bench.task), WAIT_S)
 
 
-async def test_a_step_is_launched_before_the_one_before_it_is_collected():
-    async with Bench(async_scheduling=True) as bench:
+@on_both
+async def test_a_step_is_launched_before_the_one_before_it_is_collected(thread):
+    async with Bench(async_scheduling=True, thread=thread()) as bench:
         bench.add(1, max_tokens=3)
         await bench.end()
         assert bench.outbox.events == [("started", 1), (1, None, 9), (1, None, 9), (1, "length", 9)]
@@ -184,15 +224,17 @@ async def test_a_step_is_launched_before_the_one_before_it_is_collected():
     ]  # fmt: skip
 
 
-async def test_each_step_is_collected_before_the_next_one_without_asynchronous_scheduling():
-    async with Bench() as bench:
+@on_both
+async def test_each_step_is_collected_before_the_next_one_without_asynchronous_scheduling(thread):
+    async with Bench(thread=thread()) as bench:
         bench.add(1, max_tokens=2)
         await bench.end()
     assert bench.runner.calls == [("launch", 1), ("result", 1), ("launch", 2), ("result", 2)]
 
 
-async def test_a_step_that_runs_out_of_memory_ahead_of_another_is_tried_again_and_fails_nobody():
-    async with Bench(async_scheduling=True) as bench:
+@on_both
+async def test_a_step_that_runs_out_of_memory_ahead_of_another_is_tried_again_and_fails_nobody(thread):
+    async with Bench(async_scheduling=True, thread=thread()) as bench:
         bench.runner.raises = [None, StepOutOfMemory()]
         bench.add(1, max_tokens=3)
         await bench.end()
@@ -200,8 +242,9 @@ async def test_a_step_that_runs_out_of_memory_ahead_of_another_is_tried_again_an
         assert bench.runner.calls[:4] == [("launch", 1), ("launch", 2), ("result", 1), ("launch", 3)]
 
 
-async def test_a_step_that_runs_out_of_memory_alone_fails_a_request():
-    async with Bench(async_scheduling=True) as bench:
+@on_both
+async def test_a_step_that_runs_out_of_memory_alone_fails_a_request(thread):
+    async with Bench(async_scheduling=True, thread=thread()) as bench:
         bench.runner.raises = [None, StepOutOfMemory(), StepOutOfMemory()]
         bench.add(1, max_tokens=3)
         await bench.end()

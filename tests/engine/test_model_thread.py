@@ -1,4 +1,4 @@
-"""ModelThread: calls run one after another, and what becomes of their results."""
+"""StepThreads: calls run one after another, and what becomes of their results."""
 
 import asyncio
 import gc
@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from engine.model_thread import ModelThread
+from engine.model_thread import LoopThread, ModelThread
 from tests.live import WAIT_S
 
 
@@ -31,6 +31,14 @@ async def test_calls_run_in_the_order_in_which_they_were_queued_and_on_one_threa
     assert set(names) == {"model"}
 
 
+async def test_the_loops_own_thread_calls_at_once_and_results_come_when_the_loop_goes_on():
+    thread, calls = LoopThread(), []
+    one, two = (thread.call(lambda number: (calls.append(number), 2 * number)[1], number) for number in (1, 2))
+    assert calls == [1, 2] and not one.done() and not two.done()
+    assert await asyncio.gather(one, two) == [2, 4]
+
+
+@pytest.mark.parametrize("thread", [ModelThread(), LoopThread()])
 async def test_the_caller_gets_what_a_call_raises_and_the_next_one_runs(thread):
     with pytest.raises(ZeroDivisionError):
         await thread.call(lambda: 1 / 0)
