@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attention import AttentionMeta, KVCache
-from ..batch import Row
+from ..batch import PENDING, Row
 from ..models import Forward
 from .buffers import Buffers, Shape, Views
 from .changes import on_device
@@ -133,26 +133,27 @@ class Inputs:
             self._filled = host
         host.seq_lens[:] = lengths
         if size == len(rows):  # only decode rows: one token per row
-            host.ids[:] = [row.token_ids[0] for row in rows]
+            ids = [row.token_ids[0] for row in rows]
             of_token, host.positions[:] = slots, starts
         else:
-            host.ids[:] = list(chain.from_iterable([row.token_ids for row in rows]))
+            ids = list(chain.from_iterable([row.token_ids for row in rows]))
             of_token = np.repeat(slots, counts)
             host.positions[:] = np.arange(size) + np.repeat(starts - host.query_start[:-1], counts)
         blocks, offsets = np.divmod(host.positions, self.block_size)
         host.slot_mapping[:] = self._table[of_token, blocks] * np.int64(self.block_size) + offsets
-        is_pending = host.ids < 0
-        num_pending = 0 if last is None else np.count_nonzero(is_pending)
+        num_pending = 0 if last is None else ids.count(PENDING)
+        if num_pending < size:
+            host.ids[:] = ids
         if 0 < num_pending < size:  # the device reads such a token at its sequence's slot
-            np.copyto(host.ids, -1 - of_token, where=is_pending)
+            np.copyto(host.ids, -1 - of_token, where=host.ids < 0)
         others = () if self.others is None else self.others.upload(blocks, offsets, of_token, slots, width)
         self.buffers.upload()
         if last is not None and num_pending == size:  # so each row samples
             torch.index_select(last, 0, layout.sampled_slots, out=device.ids)
         elif last is not None and num_pending:
-            ids = device.ids
-            tokens = last.index_select(0, (-1 - ids).clamp_(min=0))
-            ids.copy_(torch.where(ids < 0, tokens, ids))
+            read = device.ids
+            tokens = last.index_select(0, (-1 - read).clamp_(min=0))
+            read.copy_(torch.where(read < 0, tokens, read))
 
         meta = AttentionMeta(
             query_start=device.query_start,

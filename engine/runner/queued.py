@@ -65,7 +65,8 @@ class QueuedTokens:
         ids = host if host.ndim == 1 else host[:, 0].astype(np.int64)
         token_ids = ids.tolist()
         logprobs = {row: _entry(host[row, 1:], count) for row, count in self._counts.items() if token_ids[row] >= 0}
-        errors = {row: ERRORS[token_ids[row]] for row in (ids < 0).nonzero()[0].tolist()}
+        failed = [row for row, token_id in enumerate(token_ids) if token_id < 0] if min(token_ids) < 0 else []
+        errors = {row: ERRORS[token_ids[row]] for row in failed}
         return SampledTokens(token_ids, logprobs, errors)
 
 
