@@ -27,8 +27,9 @@ from .loop import EngineLoop, Outbox, StepOutOfMemory
 from .machine_memory import Machine
 from .model_thread import LoopThread, ModelThread, StepThread
 from .models.weights import Checkpoint
+from .out_of_memory import guarded
 from .runner import cuda_graphs
-from .runner.runner import Runner, _guarded
+from .runner.runner import Runner
 from .scheduler import Scheduler
 from .types import ConfigError, EngineInfo, MemoryShort, Roofline
 
@@ -221,14 +222,14 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
 
     try:
         machine, plan = _plan(described, again=again)
-        compressed = _guarded(lambda: _compresses(plan.config, spec, product.kernels))
+        compressed = guarded(lambda: _compresses(plan.config, spec, product.kernels))
         if product.kernels is not None:
             product.kernels.lossless = compressed
         # Measured now, while this process does nothing else, except that kernels for a GPU are compiled.
-        limits = _guarded(lambda: roofline.measure(spec, device, product.kernels))
+        limits = guarded(lambda: roofline.measure(spec, device, product.kernels))
         if device.type == "cpu" and config.max_seqs is None and limits is not None:
             plan = _with_more_seqs(described, machine, plan, limits)
-        model = _guarded(
+        model = guarded(
             lambda: models.load(spec, checkpoint, device, product, progress, has_read=partial(compiled, "layers"))
         )
         compiled("logits")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,9 +13,8 @@ from .. import attention, graph_sizes, memory, models
 from ..batch import PENDING, Batch, Entered, Masks, Outcome, Row, RowError, Sampled, StepResult
 from ..config import EngineConfig
 from ..kernels.library import Clock
-from ..loop import StepOutOfMemory
 from ..models.decoder import Decoder
-from ..out_of_memory import is_out_of_memory
+from ..out_of_memory import guarded
 from ..types import SamplingParams
 from . import graphs, logits_choice
 from .changes import on_device
@@ -28,8 +24,6 @@ from .inputs import Inputs, Prepared
 from .pooler import Pooler, QueuedPooling
 from .queued import QueuedScores, QueuedTokens
 from .sampler import Sampler
-
-T = TypeVar("T")
 
 # The size of the warm-up's two steps on a CPU, where nothing is compiled for a step's size and the memory plan already
 # counts what a full step takes. Full steps took two seconds for 0.6 billion parameters.
@@ -58,7 +52,7 @@ class Step:
 
         Raises StepOutOfMemory. Waits for the step before if a penalty needs to know the token that it samples.
         """
-        _guarded(lambda: self._sample(masks))
+        guarded(lambda: self._sample(masks))
         return self
 
     def result(self) -> StepResult:
@@ -165,7 +159,7 @@ class Runner:
         self.device = torch.device(config.device)
         spec = model.spec
         backend = attention.create(config.attention, config.cpu_isa, invariant=config.batch_invariant)
-        self.cache = _guarded(
+        self.cache = guarded(
             lambda: attention.KVCache.allocate(
                 backend,
                 spec.layers,
@@ -234,7 +228,7 @@ class Runner:
 
         Raises StepOutOfMemory; the sequences that enter and leave, and their new blocks, are recorded all the same.
         """
-        return _guarded(lambda: self._launch(batch))
+        return guarded(lambda: self._launch(batch))
 
     def _launch(self, batch: Batch) -> Step:
         began, spent_before = time.perf_counter(), self.clock.seconds()
@@ -284,20 +278,4 @@ class Runner:
             self.launch(Batch(0, [], [], [row.seq_id for row in rows])).sample().result()
         self._launched = None  # this step refers to the runner, which may be one that only measures memory
         if self.graphs is not None:
-            _guarded(self.graphs.capture_first)
-
-
-def _guarded(work: Callable[[], T]) -> T:
-    """Call `work` without autograd. If memory runs out, free what can be freed and raise StepOutOfMemory."""
-    try:
-        with torch.inference_mode():
-            return work()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        message = str(error).split("\n", 1)[0]
-    # Not in the except block, where the traceback still references the tensors of the step.
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    raise StepOutOfMemory(message)
+            guarded(self.graphs.capture_first)
