@@ -50,7 +50,7 @@ OPTIONS += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-uninitialized", "-W
 LINKED = ["-shared", "-fPIC", "-pthread", "-Wl,--as-needed"]
 # Additional options for the compiler and the linker, for tests under a sanitizer. They are part of the library's hash.
 FLAGS = "PEQUOD_KERNEL_FLAGS"
-COMPILE_S = 300.0
+COMPILE_S = 1200.0
 
 
 class BuildError(Exception):
