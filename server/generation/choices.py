@@ -73,7 +73,8 @@ class Choice(Reader):
     `grammar_field`: the field of the client's request that contains the grammar. `parser` splits the text into parts.
     `scores` is shared by the choices of a prompt whose log-probabilities are requested. `only_scores`: drop the one
     token that the engine has to sample. `is_json`: a completion that ends by itself must be JSON, otherwise it is a
-    500. `one_call`: the completion ends where the model begins a second call.
+    500. `one_call`: the completion ends where the model begins a second call. `reported_ids`: the stop tokens that the
+    response names when one of them ends it.
     """
 
     stream: Detokenizer
@@ -84,6 +85,7 @@ class Choice(Reader):
     only_scores: bool = False
     is_json: bool = False
     one_call: bool = False
+    reported_ids: frozenset[int] = frozenset()
     _has_called: bool = field(default=False, init=False)
     _json: list[str] = field(default_factory=list, init=False)  # the content so far, with `is_json`
 
@@ -145,7 +147,7 @@ class Choice(Reader):
             offsets=tuple(offsets),
             finish_reason=reason,
             prompt_logprobs=delta.prompt_logprobs,
-            stop=self.stream.stop,
+            stop=ids[-1] if has_stop_token and ids[-1] in self.reported_ids else self.stream.stop,
         )
 
     def _second_call(self, parts: list[Part]) -> int | None:

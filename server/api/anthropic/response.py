@@ -237,7 +237,7 @@ class MessagesWriter(Writer[MessagesRequest]):
             reason = "end_turn"
         if reason == "max_tokens" and usage.completion_tokens < self.request.max_tokens:
             reason = "model_context_window_exceeded"  # the context had fewer tokens left than requested
-        if reason == "end_turn" and output.stop is not None:
+        if reason == "end_turn" and isinstance(output.stop, str):
             return "stop_sequence", output.stop
         return reason, None
 
