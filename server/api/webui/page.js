@@ -42,7 +42,7 @@ const save = () => keep("chat", { exchanges, ...Object.fromEntries(NAMES.map((na
 
 async function call(path, options = {}) {
   const key = recall("key");
-  const headers = { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const headers = { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${octets(key)}` } : {}) };
   const response = await fetch(new URL(path, API), { ...options, headers });
   if (response.ok) return response;
   const body = await response.json().catch(() => null); // a proxy's error may be a page
@@ -50,6 +50,9 @@ async function call(path, options = {}) {
   if (response.status === 401) askForKey(key ? message : "This server requires a key. It is kept in this tab alone.");
   throw new Error(message);
 }
+
+// A header has bytes, and fetch takes a string with a character for each.
+const octets = (text) => String.fromCharCode(...new TextEncoder().encode(text));
 
 const explained = (error) => (error instanceof TypeError ? "The connection to the server failed." : error.message);
 
@@ -117,6 +120,7 @@ async function run() {
       if (choice?.finish_reason === "length") ending = "ended at the maximum of tokens";
     }
     if (!done) throw new Error("The connection ended before the answer was complete.");
+    if (!first.time) ending = ending || "ended without text";
   } catch (error) {
     if (request.signal.aborted) ending = "stopped";
     else exchange.error = explained(error);

@@ -55,6 +55,14 @@ async def test_an_answer_is_shown_as_text_with_its_code(folder, tab):
         assert await tab.texts(".text pre") == ["if sea:\n    sail()"]
 
 
+async def test_an_answer_without_text_says_so(folder, tab):
+    async with page(folder, tab, FakeEngine(saying(""))) as url:
+        await ask(tab, "Silence?")
+        assert await tab.texts(".note") == ["ended without text"]
+        await tab.open(url)
+        assert await tab.texts(".note") == ["ended without text"]
+
+
 async def test_the_speed_is_that_of_the_tokens_after_the_first(folder, tab):
     async with page(folder, tab, FakeEngine(saying("the whale swims"))):
         await tab.run("let now = 0; performance.now = () => (now += 2000)")  # at the start and at every token
@@ -199,6 +207,15 @@ async def test_the_page_asks_for_a_key_and_keeps_it_in_the_tab_alone(folder, tab
         await tab.open(url)
         await tab.until("document.querySelector('#model').length")
         assert await tab.run("return localStorage.length + document.cookie.length") == 0
+
+
+async def test_a_key_may_have_any_characters(folder, tab):
+    async with page(folder, tab, FakeEngine(saying("the sea")), api_key=["clé-🔑"]):
+        await tab.run("document.querySelector('#key').value = 'clé-🔑'")
+        await tab.type("#key", ENTER)
+        await tab.until("document.querySelector('#key-form').hidden")
+        await ask(tab, "Where?")
+        assert await tab.texts(".text") == ["the sea"]
 
 
 async def test_shift_and_enter_begin_a_new_line(folder, tab):
