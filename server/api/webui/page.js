@@ -1,5 +1,6 @@
-// The chat page. Everything is put in as text, never as markup, so that no answer can become part of the page.
-import { events, parts } from "./parse.js";
+// The chat page. Everything is put in as text and elements of our own, never as markup: no answer can act in the page.
+import { events } from "./events.js";
+import { markdown } from "./markdown.js";
 
 const API = new URL("../v1/", import.meta.url); // a proxy may publish the server under a prefix
 const NAMES = ["model", "system", "temperature", "max-tokens"]; // of the fields whose values are kept
@@ -161,7 +162,7 @@ function show(exchange) {
     if (thinks !== isThinking) details.open = isThinking = thinks;
     details.hidden = !exchange.reasoning;
     reasoning.textContent = exchange.reasoning.trim();
-    fill(answer, parts(exchange.answer));
+    fill(answer, markdown(exchange.answer));
     error.textContent = exchange.error;
     note.textContent = exchange.note;
   };
@@ -169,16 +170,33 @@ function show(exchange) {
   return draw;
 }
 
-// Makes parts of a text the children of an element. Those that have not changed stay, with what is selected in them.
-function fill(target, parts) {
-  parts.forEach(({ code, text }, i) => {
-    const tag = code ? "PRE" : "P";
+// Makes blocks the children of an element. Those that have not changed stay, with what is selected in them.
+function fill(target, blocks) {
+  blocks.forEach((block, i) => {
     const old = target.children[i];
-    const child = old?.tagName === tag ? old : make(tag, code ? { tabIndex: 0 } : {}); // to be scrolled with keys
-    if (child !== old) old ? old.replaceWith(child) : target.append(child);
-    if (child.textContent !== text) child.textContent = text;
+    const source = JSON.stringify(block);
+    if (old?.source === source) return;
+    if (block.tag === "pre" && old?.tagName === "PRE") { // keeps what is scrolled
+      old.textContent = block.children[0];
+      old.source = source;
+      return;
+    }
+    const child = Object.assign(built(block), { source });
+    old ? old.replaceWith(child) : target.append(child);
   });
-  while (target.children.length > parts.length) target.lastChild.remove();
+  while (target.children.length > blocks.length) target.lastChild.remove();
+}
+
+// Returns the element or text of a part of a block.
+function built(part) {
+  if (typeof part === "string") return part;
+  const { tag, children, href, start } = part;
+  const properties = {
+    a: { href, title: href, target: "_blank", rel: "noopener noreferrer" }, // the title says where it leads
+    ol: { start },
+    pre: { tabIndex: 0 }, // to be scrolled with keys
+  };
+  return make(tag, properties[tag] ?? {}, ...children.map(built));
 }
 
 function scrollToEnd() {
