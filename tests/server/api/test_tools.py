@@ -162,6 +162,13 @@ async def test_a_call_that_a_stop_string_cuts_off_does_not_look_complete(folder,
         assert (item["type"], item["status"], item["arguments"]) == ("function_call", "incomplete", '{"place": "')
 
 
+async def test_a_stop_string_that_is_included_brings_no_markup_with_it(folder):
+    for stop, included in (("look.", "Let me look."), ("tool", "Let me look.\n"), ("name", "Let me look.\n")):
+        ended = await choice(folder, f"Let me look.\n{CALL}", stop=[stop], include_stop_str_in_output=True)
+        assert (ended["message"]["content"], ended["finish_reason"]) == (included, "stop")
+        assert "tool_calls" not in ended["message"]
+
+
 async def test_calls_that_are_complete_before_the_stop_string_are_calls(folder):
     for says, stop in ((CALL, "</tool"), (f"{CALL}\n{SECOND}", "clock"), (f"{CALL} So", "So")):
         ended = await choice(folder, says, stop=[stop])
