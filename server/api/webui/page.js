@@ -37,7 +37,11 @@ function keep(name, value) {
   }
 }
 
-const save = () => keep("chat", { exchanges, ...Object.fromEntries(NAMES.map((name) => [name, element(name).value])) });
+function save() {
+  const values = Object.fromEntries(NAMES.map((name) => [name, element(name).value]));
+  values.model ||= kept.model; // while the models are not known
+  keep("chat", { exchanges, ...values });
+}
 
 // Requests
 
@@ -226,7 +230,7 @@ function retry() {
 
 function edit() {
   log.lastChild.remove();
-  prompt.value = exchanges.pop().prompt;
+  prompt.value = [exchanges.pop().prompt, prompt.value].filter((text) => text.trim()).join("\n"); // and what is there
   setRunning(null);
   save();
   prompt.focus();

@@ -165,11 +165,10 @@ async def test_a_stopped_request_is_aborted_and_can_be_retried_or_edited(folder,
         await tab.until(IDLE + " && document.querySelector('.text').innerText")
         assert await tab.texts(".text") == ["the whale swims"]
         assert len(engine.requests) == 2
-        await tab.run("document.querySelector('#prompt').value = ''")
         await tab.click("section:last-child .actions button:last-child")
         assert await tab.texts("#log section") == []
         await ask(tab, " And why?")
-        assert prompt(engine) == "user: Who? And why?\nassistant: "
+        assert prompt(engine) == "user: Who?\nnext And why?\nassistant: "
 
 
 async def test_reasoning_is_in_a_block_that_is_open_until_the_answer_begins(folder, tab):
@@ -258,6 +257,19 @@ async def test_the_page_asks_for_a_key_and_keeps_it_in_the_tab_alone(folder, tab
         await tab.open(url)
         await tab.until("document.querySelector('#model').length")
         assert await tab.run("return localStorage.length + document.cookie.length") == 0
+
+
+async def test_the_model_that_was_chosen_stays_while_the_models_are_not_known(folder, tab):
+    settings = {"api_key": ["k"], "served_model_name": ["a", "b"]}
+    async with page(folder, tab, FakeEngine(saying("the sea")), **settings) as url:
+        await tab.type("#key", "k" + ENTER)
+        await tab.until("document.querySelector('#model').length")
+        await tab.run("document.querySelector('#model').value = 'b'")
+        for key, condition in (("wrong", "!document.querySelector('#key-form').hidden"), ("k", "model.length")):
+            await tab.run(f"sessionStorage.setItem('key', '\"{key}\"')")
+            await tab.open(url)
+            await tab.until(condition)
+        assert await tab.run("return document.querySelector('#model').value") == "b"
 
 
 async def test_a_key_may_have_any_characters(folder, tab):
