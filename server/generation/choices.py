@@ -19,7 +19,7 @@ from engine import Engine, EngineRequest, ErrorCode, RequestStats, TokenDelta, T
 from ..grammar.checker import busy, refusal
 from ..http.errors import ApiError, deadline, from_exception, invalid, unavailable
 from ..observability.tracking import RequestTracker
-from ..parsers.parts import Call, Content, MessageParser, Part
+from ..parsers.parts import Arguments, Call, Content, MessageParser, Part
 from ..tokenization.detokenizer import Detokenizer
 from .output import Output, Usage, usage
 
@@ -73,7 +73,8 @@ class Choice(Reader):
     `grammar_field`: the field of the client's request that contains the grammar. `parser` splits the text into parts.
     `scores` is shared by the choices of a prompt whose log-probabilities are requested. `only_scores`: drop the one
     token that the engine has to sample. `is_json`: a completion that ends by itself must be JSON, otherwise it is a
-    500. `one_call`: the completion ends where the model begins a second call.
+    500. `one_call`: the completion ends where the model begins a second call. `reported_ids`: the stop tokens that the
+    response names when one of them ends it.
     """
 
     stream: Detokenizer
@@ -84,7 +85,8 @@ class Choice(Reader):
     only_scores: bool = False
     is_json: bool = False
     one_call: bool = False
-    _has_called: bool = field(default=False, init=False)
+    reported_ids: frozenset[int] = frozenset()
+    _arguments: list[str] | None = field(default=None, init=False)  # of the last call so far, None: there is none
     _json: list[str] = field(default_factory=list, init=False)  # the content so far, with `is_json`
 
     def read(self, delta: TokenDelta) -> Output:
@@ -126,11 +128,17 @@ class Choice(Reader):
                 offsets.append(self.stream.offset)
             rest = self.stream.finish()
             texts.append(rest)
-            new_parts = self.parser.feed(rest) + self.parser.finish(is_cut=reason == "length")
+            new_parts = self.parser.feed(rest) + self.parser.finish(cut_before=self._cut_before(reason))
             parts += new_parts[: self._second_call(new_parts)]
-        self._has_called |= any(isinstance(part, Call) for part in parts)
-        if reason == "stop" and self._has_called:
-            reason = "tool_calls"
+        for part in parts:
+            if isinstance(part, Call):
+                self._arguments = []
+            elif isinstance(part, Arguments) and self._arguments is not None:
+                self._arguments.append(part.text)
+        if reason == "stop" and self._arguments is not None:
+            # A call that a stop string cuts off must not look complete.
+            is_whole = not self.stream.stopped or is_json_text("".join(self._arguments))
+            reason = "tool_calls" if is_whole else "stop"
         if self.is_json:
             self._json += [part.text for part in parts if isinstance(part, Content)]
             if reason == "stop" and not self.stream.stopped:
@@ -145,8 +153,14 @@ class Choice(Reader):
             offsets=tuple(offsets),
             finish_reason=reason,
             prompt_logprobs=delta.prompt_logprobs,
-            stop=self.stream.stop,
+            stop=ids[-1] if has_stop_token and ids[-1] in self.reported_ids else self.stream.stop,
         )
+
+    def _cut_before(self, reason: str) -> str | None:
+        """Return the stop string that follows the text, "" if the text ends with it or at max_tokens, else None."""
+        if self.stream.stop is None:
+            return "" if reason == "length" else None
+        return "" if self.stream.include_stop else self.stream.stop
 
     def _second_call(self, parts: list[Part]) -> int | None:
         """Return the index of a call that `one_call` excludes; None if there is none."""
@@ -163,12 +177,19 @@ class Choice(Reader):
 
 def check_json(text: str) -> None:
     """Raise 500 unless a text is JSON. Its grammar ensures that: this detects where it does not."""
+    if not is_json_text(text):
+        log.error("a completion of %d characters that followed a schema is not JSON", len(text))
+        message = "The completion is not the JSON that the request requires."
+        raise ApiError(500, message, type="server_error", code="invalid_answer")
+
+
+def is_json_text(text: str) -> bool:
+    """Return whether a text is JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
-        log.error("a completion of %d characters that followed a schema is not JSON", len(text))
-        message = "The completion is not the JSON that the request requires."
-        raise ApiError(500, message, type="server_error", code="invalid_answer") from None
+        return False
+    return True
 
 
 def unfinished(delta: TokenDelta) -> ApiError:

@@ -38,7 +38,7 @@ class Output(NamedTuple):
     offsets: tuple[int, ...] = ()  # per token: the index of its first character in the whole text
     finish_reason: str | None = None  # stop | length | tool_calls; in a choice's last output
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # from the second token on; in a choice's first output
-    stop: str | None = None  # the stop string that ended the text; with finish_reason
+    stop: str | int | None = None  # the stop string, or the token of stop_token_ids, that ended it; with finish_reason
 
     @staticmethod
     def join(outputs: list[Output]) -> Output:
@@ -83,6 +83,7 @@ class Head(NamedTuple):
 
 
 FinishReason = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls"]})]
+StopReason = str | int | None  # vLLM's: the stop string or stop token of the request that ended a choice
 
 
 class PromptLogprob(JsonObject):

@@ -199,6 +199,9 @@ def make_choices(
     if request.skip_special_tokens:
         hidden = hidden_ids(model, shape.formats) if shape else model.tokenizer.special_ids
     compile_s = grammar.compile_s if grammar else 0.0
+    # As in vLLM, the model's own end is not reported. With ignore_eos it ends a text only if the request names it.
+    eos_ids = () if request.ignore_eos else model.tokenizer.eos_ids
+    reported_ids = frozenset(request.stop_token_ids).difference(eos_ids)
     choices: list[Choice] = []
     for prompt, max_tokens in zip(prepared.prompts, prepared.max_tokens, strict=True):
         seed = app.new_seed() if request.seed is None else request.seed % 2**64
@@ -232,6 +235,7 @@ def make_choices(
                 only_scores=request.only_scores,
                 is_json=request.grammar is not None and request.grammar.kind == "json_schema",
                 one_call=shape is not None and shape.calling is not None and not shape.calling.is_parallel,
+                reported_ids=reported_ids,
             )
             choices.append(choice)
     return choices

@@ -6,7 +6,10 @@ Pydantic writes it for dictionaries with keys of an enumeration or of a limited 
 from __future__ import annotations
 
 import json
+from types import NoneType
 from typing import Any
+
+from .regex_length import MAX_SHORTEST
 
 # Keywords that do not constrain a name.
 ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
@@ -70,7 +73,9 @@ def pattern_of(names: dict[str, Any]) -> str | None:
     """Return the regular expression of a pattern or a length, None for other constraints."""
     if names.keys() == {"pattern"} and isinstance(names["pattern"], str):
         return names["pattern"]
-    low, high = names.get("minLength", 0), names.get("maxLength", "")
-    if not names.keys() <= LENGTHS or type(low) is not int or not (high == "" or type(high) is int):
+    low, high = names.get("minLength", 0), names.get("maxLength")
+    if not names.keys() <= LENGTHS or type(low) is not int or type(high) not in (int, NoneType):
         return None
-    return f"^[\\s\\S]{{{low},{high}}}$"
+    if not 0 <= low <= MAX_SHORTEST or (high is not None and high < low):  # its error would name the replacement
+        return None
+    return f"^[\\s\\S]{{{low},{'' if high is None else high}}}$"

@@ -49,10 +49,11 @@ class MessageParser(Protocol):
     def feed(self, text: str) -> list[Part]:
         """Return the parts that this piece of text makes certain, in the order of the text."""
 
-    def finish(self, *, is_cut: bool = False) -> list[Part]:
+    def finish(self, *, cut_before: str | None = None) -> list[Part]:
         """Return the parts that were withheld; an incomplete part is returned as far as it was written.
 
-        `is_cut`: the text ends at max_tokens, so that the beginning of a delimiter or of a call is dropped.
+        `cut_before`: the text was cut off before this stop string, "" if what would follow is unknown. The beginning of
+        a delimiter or of a call is then dropped. None: the model ended the text.
         """
 
     @property
@@ -68,7 +69,7 @@ class Plain:
     def feed(self, text: str) -> list[Part]:
         return [Content(text)] if text else []
 
-    def finish(self, *, is_cut: bool = False) -> list[Part]:
+    def finish(self, *, cut_before: str | None = None) -> list[Part]:
         return []
 
 

@@ -93,7 +93,7 @@ class Coder(Scanner):
             trimmed.add(delimiter)
             delimiter = yield from self.until((END_PARAMETER,), (yield), trimmed)
         if delimiter == END:
-            trimmed.flush(but=int(self._is_cut))  # the line end may belong to the tag
+            trimmed.flush(but=int(self._cut_before is not None))  # the line end may belong to the tag
             if not is_text:
                 emit(value.text)
             return END

@@ -74,7 +74,7 @@ class Scanner:
         self.num_calls = 0
         self._closing: tuple[str, ...] = ()  # delimiters that may still close the last call
         self._record: list[str] | None = None  # content unless it becomes a call
-        self._is_cut = False  # the text ends where it was cut off
+        self._cut_before: str | None = None  # as in `finish`
         self._parts: list[Part] = []
         self._script = self.script()
         next(self._script)
@@ -86,8 +86,8 @@ class Scanner:
             self._script.send(char)
         return self._take()
 
-    def finish(self, *, is_cut: bool = False) -> list[Part]:
-        self._is_cut = is_cut
+    def finish(self, *, cut_before: str | None = None) -> list[Part]:
+        self._cut_before = cut_before
         try:
             self._script.send(END)
         except StopIteration:
@@ -154,12 +154,13 @@ class Scanner:
     def no_call(self, char: str) -> None:
         """Emit what is still recorded as content, except for the character to be read next."""
         record, self._record = self._record or [], None
-        if char == END and self._is_cut and (self.num_calls or self.may_be_call("".join(record))):
+        is_cut = char == END and self._cut_before is not None
+        if is_cut and (self.num_calls or self.may_be_call(f"{''.join(record)}{self._cut_before}")):
             return
         self.content.add(record[:-1] if char != END else record)
 
     def may_be_call(self, text: str) -> bool:
-        """Return whether recorded text that was cut off is the beginning of a call. A delimiter is one."""
+        """Return whether recorded text, with what follows the cut, is the beginning of a call. A delimiter is one."""
         return bool(text)
 
     def forget(self) -> None:
@@ -184,12 +185,20 @@ class Scanner:
                 if withheld in delimiters:
                     return withheld
             char = yield
-        # An output that was cut off in the middle of a call's closing delimiter has a whole call and nothing else.
-        if not self._is_cut and not (
-            into.is_empty and any(delimiter.startswith(withheld) for delimiter in self._closing)
-        ):
+        if self._cut_before is not None:
+            while withheld and not self._is_cut_in(delimiters, withheld + self._cut_before):
+                into.add(withheld[0])
+                withheld = withheld[1:]
+            return END
+        # An output that ends in the middle of a call's closing delimiter has a whole call and nothing else.
+        if not (into.is_empty and any(delimiter.startswith(withheld) for delimiter in self._closing)):
             into.add(withheld)
         return END
+
+    @staticmethod
+    def _is_cut_in(delimiters: tuple[str, ...], text: str) -> bool:
+        """Return whether a text that begins before the cut and continues after it is or may become a delimiter."""
+        return any(delimiter.startswith(text) or text.startswith(delimiter) for delimiter in delimiters)
 
     def white(self, char: str) -> Script[str]:
         """Skip white space, if any."""

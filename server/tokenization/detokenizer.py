@@ -61,13 +61,13 @@ class Detokenizer:
         min_tokens: int = 0,
         strip: bool = True,
     ) -> None:
+        self.include_stop = include_stop
         self.stopped = False
         self.stop: str | None = None  # the stop string that ended the text
         self.offset = 0  # characters decoded so far, the offset of the next token
         self._decoder = tokenizer.decoder
         self._hidden = tokenizer.special_ids if hidden is None else hidden
         self._stops = [StopMatcher(stop) for stop in stops if stop]
-        self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._strip = strip
         self._num_tokens = 0
@@ -100,8 +100,8 @@ class Detokenizer:
             start, end, self.stop = match
             self.stopped = True
             self._held = ""
-            return text[: len(text) - len(new) + (end if self._include_stop else start)]
-        keep = 0 if self._include_stop else max(stop.matched for stop in self._stops)
+            return text[: len(text) - len(new) + (end if self.include_stop else start)]
+        keep = 0 if self.include_stop else max(stop.matched for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 

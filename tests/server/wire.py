@@ -117,6 +117,8 @@ def joined(parts: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
             assert choice["finish_reason"] is None, "something came after the end"
             choice["text"] += piece["delta"].get("content") or "" if "delta" in piece else piece["text"]
             choice["finish_reason"] = piece["finish_reason"]
+            if piece["finish_reason"]:
+                choice["stop_reason"] = piece["stop_reason"]
             for key in ("token_ids", "prompt_token_ids", "prompt_logprobs"):
                 if key in piece:
                     choice[key] = choice.get(key, []) + piece[key]

@@ -163,7 +163,7 @@ class MessagesWriter(Writer[MessagesRequest]):
     def whole(self, outputs: list[Output], usage: Usage) -> Message:
         [output] = outputs
         blocks = [list(run) for _, run in runs(output.parts)]
-        is_cut = output.finish_reason == "length"
+        is_cut = output.finish_reason == "length" or output.stop is not None
         content = [self._whole_block(run, is_cut and run is blocks[-1]) for run in blocks]
         return self._message(content, output, usage)
 
@@ -237,7 +237,7 @@ class MessagesWriter(Writer[MessagesRequest]):
             reason = "end_turn"
         if reason == "max_tokens" and usage.completion_tokens < self.request.max_tokens:
             reason = "model_context_window_exceeded"  # the context had fewer tokens left than requested
-        if reason == "end_turn" and output.stop is not None:
+        if reason == "end_turn" and isinstance(output.stop, str):
             return "stop_sequence", output.stop
         return reason, None
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from ...generation.output import FinishReason, Logprob, Output, PromptLogprobs, Usage
+from ...generation.output import FinishReason, Logprob, Output, PromptLogprobs, StopReason, Usage
 from ...http.openapi import JsonObject
 from ...parsers.parts import Arguments, Call, Content, Part, Reasoning, join
 from ..writer import CompletionsWriter
@@ -56,6 +56,7 @@ class ChatChoice(JsonObject, kw_only=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: StopReason
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
@@ -110,6 +111,7 @@ class ChunkChoice(JsonObject):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: StopReason | UnsetType = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
@@ -150,7 +152,8 @@ class ChatWriter(CompletionsWriter[ChatRequest]):
             choice.logprobs, choice.token_ids = self._logprobs(output), self.token_ids(output)
             chunks[0].prompt_logprobs = self.prompt_logprobs(output)
         if output.finish_reason:
-            chunks.append(self.chunk([ChunkChoice(output.choice, Delta(), None, output.finish_reason)], usage))
+            ending = ChunkChoice(output.choice, Delta(), None, output.finish_reason, output.stop)
+            chunks.append(self.chunk([ending], usage))
         return chunks
 
     def whole(self, outputs: list[Output], usage: Usage) -> ChatCompletion:
@@ -196,6 +199,7 @@ class ChatWriter(CompletionsWriter[ChatRequest]):
             message=self._message(output.parts),
             logprobs=self._logprobs(output),
             finish_reason=output.finish_reason,
+            stop_reason=output.stop,
             token_ids=self.token_ids(output),
         )
 

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from engine import TokenLogprob
 
-from ...generation.output import FinishReason, Output, PromptLogprobs, Usage, number
+from ...generation.output import FinishReason, Output, PromptLogprobs, StopReason, Usage, number
 from ...http.openapi import JsonObject
 from ..writer import CompletionsWriter
 from .request import CompletionRequest
@@ -31,6 +31,7 @@ class CompletionChoice(JsonObject):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: StopReason | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
@@ -72,7 +73,8 @@ class CompletionWriter(CompletionsWriter[CompletionRequest]):
             choice.token_ids = self.token_ids(output)
             chunks.append(self.chunk([choice], usage))
         if output.finish_reason:
-            chunks.append(self.chunk([CompletionChoice(output.choice, "", None, output.finish_reason)], usage))
+            ending = CompletionChoice(output.choice, "", None, output.finish_reason, output.stop)
+            chunks.append(self.chunk([ending], usage))
         return chunks
 
     def whole(self, outputs: list[Output], usage: Usage) -> Completion:
@@ -82,6 +84,7 @@ class CompletionWriter(CompletionsWriter[CompletionRequest]):
                 self.prompt(output.choice).echo + output.text,
                 self._logprobs(output),
                 output.finish_reason,
+                output.stop,
                 self.prompt_logprobs(output),
                 self.prompt_token_ids(output.choice),
                 self.token_ids(output),

@@ -179,7 +179,12 @@ class ResponsesWriter(Writer[ResponsesRequest]):
             self._finish = output.finish_reason
             if not self._items:  # without any text the output is an empty message
                 yield from self._begin_message()
-            yield from self._close("incomplete" if output.finish_reason == "length" else "completed")
+            yield from self._close("incomplete" if self._is_cut(output) else "completed")
+
+    def _is_cut(self, output: Output) -> bool:
+        """Return whether the last item was cut off. A call that the model has completed ends with `tool_calls`."""
+        is_call = isinstance(self._items[-1], schema.ResponseCall | schema.ResponseCustomCall)
+        return output.finish_reason == "length" or (output.finish_reason == "stop" and is_call)
 
     def _add(self, parts: tuple[Part, ...]) -> Iterator[schema.ResponseEvent]:
         if parts and not any(isinstance(part, Content) for part in parts):

@@ -1,5 +1,6 @@
-// The chat page. Everything is put in as text, never as markup, so that no answer can become part of the page.
-import { events, parts } from "./parse.js";
+// The chat page. Everything is put in as text and elements of our own, never as markup: no answer can act in the page.
+import { events } from "./events.js";
+import { markdown } from "./markdown.js";
 
 const API = new URL("../v1/", import.meta.url); // a proxy may publish the server under a prefix
 const NAMES = ["model", "system", "temperature", "max-tokens"]; // of the fields whose values are kept
@@ -36,13 +37,17 @@ function keep(name, value) {
   }
 }
 
-const save = () => keep("chat", { exchanges, ...Object.fromEntries(NAMES.map((name) => [name, element(name).value])) });
+function save() {
+  const values = Object.fromEntries(NAMES.map((name) => [name, element(name).value]));
+  values.model ||= kept.model; // while the models are not known
+  keep("chat", { exchanges, ...values });
+}
 
 // Requests
 
 async function call(path, options = {}) {
   const key = recall("key");
-  const headers = { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const headers = { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${octets(key)}` } : {}) };
   const response = await fetch(new URL(path, API), { ...options, headers });
   if (response.ok) return response;
   const body = await response.json().catch(() => null); // a proxy's error may be a page
@@ -50,6 +55,9 @@ async function call(path, options = {}) {
   if (response.status === 401) askForKey(key ? message : "This server requires a key. It is kept in this tab alone.");
   throw new Error(message);
 }
+
+// A header has bytes, and fetch takes a string with a character for each.
+const octets = (text) => String.fromCharCode(...new TextEncoder().encode(text));
 
 const explained = (error) => (error instanceof TypeError ? "The connection to the server failed." : error.message);
 
@@ -117,6 +125,7 @@ async function run() {
       if (choice?.finish_reason === "length") ending = "ended at the maximum of tokens";
     }
     if (!done) throw new Error("The connection ended before the answer was complete.");
+    if (!first.time) ending = ending || "ended without text";
   } catch (error) {
     if (request.signal.aborted) ending = "stopped";
     else exchange.error = explained(error);
@@ -157,7 +166,7 @@ function show(exchange) {
     if (thinks !== isThinking) details.open = isThinking = thinks;
     details.hidden = !exchange.reasoning;
     reasoning.textContent = exchange.reasoning.trim();
-    fill(answer, parts(exchange.answer));
+    fill(answer, markdown(exchange.answer));
     error.textContent = exchange.error;
     note.textContent = exchange.note;
   };
@@ -165,16 +174,33 @@ function show(exchange) {
   return draw;
 }
 
-// Makes parts of a text the children of an element. Those that have not changed stay, with what is selected in them.
-function fill(target, parts) {
-  parts.forEach(({ code, text }, i) => {
-    const tag = code ? "PRE" : "P";
+// Makes blocks the children of an element. Those that have not changed stay, with what is selected in them.
+function fill(target, blocks) {
+  blocks.forEach((block, i) => {
     const old = target.children[i];
-    const child = old?.tagName === tag ? old : make(tag, code ? { tabIndex: 0 } : {}); // to be scrolled with keys
-    if (child !== old) old ? old.replaceWith(child) : target.append(child);
-    if (child.textContent !== text) child.textContent = text;
+    const source = JSON.stringify(block);
+    if (old?.source === source) return;
+    if (block.tag === "pre" && old?.tagName === "PRE") { // keeps what is scrolled
+      old.textContent = block.children[0];
+      old.source = source;
+      return;
+    }
+    const child = Object.assign(built(block), { source });
+    old ? old.replaceWith(child) : target.append(child);
   });
-  while (target.children.length > parts.length) target.lastChild.remove();
+  while (target.children.length > blocks.length) target.lastChild.remove();
+}
+
+// Returns the element or text of a part of a block.
+function built(part) {
+  if (typeof part === "string") return part;
+  const { tag, children, href, start } = part;
+  const properties = {
+    a: { href, title: href, target: "_blank", rel: "noopener noreferrer" }, // the title says where it leads
+    ol: { start },
+    pre: { tabIndex: 0 }, // to be scrolled with keys
+  };
+  return make(tag, properties[tag] ?? {}, ...children.map(built));
 }
 
 function scrollToEnd() {
@@ -204,7 +230,7 @@ function retry() {
 
 function edit() {
   log.lastChild.remove();
-  prompt.value = exchanges.pop().prompt;
+  prompt.value = [exchanges.pop().prompt, prompt.value].filter((text) => text.trim()).join("\n"); // and what is there
   setRunning(null);
   save();
   prompt.focus();

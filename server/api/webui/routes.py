@@ -19,13 +19,15 @@ PUBLIC = [Depends(public)]
 MEDIA_TYPES = {
     "page.css": "text/css",
     "page.js": "text/javascript",
-    "parse.js": "text/javascript",
+    "events.js": "text/javascript",
+    "markdown.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"  # no text can become markup
     ),
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # the files of two releases would not fit together

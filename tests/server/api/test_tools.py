@@ -6,7 +6,8 @@ import openai
 import pytest
 
 from tests.fakes import TEMPLATE, FakeEngine, listening, model_folder, serving
-from tests.server.wire import CHAT, LIBRARY, QUESTION, RESPONSES, ask, chunks, ids, saying
+from tests.server.api.anthropic.wire import MESSAGES
+from tests.server.wire import CHAT, LIBRARY, QUESTION, RESPONSES, ask, chunks, ids, joined, saying
 
 WEATHER = {
     "type": "function",
@@ -95,20 +96,88 @@ async def test_a_call_that_was_cut_off_ends_by_length(folder):
     assert '{"place": "Nantucket"}'.startswith(cut["message"]["tool_calls"][0]["function"]["arguments"])
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages", RESPONSES])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_call_cut_off_before_its_name_is_complete_is_no_text(folder, path, stream):
-    limit = {"max_output_tokens": 1} if path == RESPONSES else {"max_tokens": 1}
-    body = {"input": "the sea"} if path == RESPONSES else {"messages": QUESTION}
+EACH_API = pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+WHOLE_OR_STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+async def cut_off(folder, path, stream, says=CALL, **more):
+    """The response of an API to a request with the tool that the model calls."""
     flat = {**WEATHER["function"], "type": "function"}
     anthropic = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
-    tools = {CHAT: WEATHER, RESPONSES: flat, "/v1/messages": anthropic}[path]
-    async with serving(folder, FakeEngine(saying(CALL))) as (client, _):
-        for count in range(1, len(ids('<tool_call>\n{"name": "weath')) + 1):
-            sent = body | dict.fromkeys(limit, count) | {"tools": [tools], "stream": stream}
-            response = await client.post(path, json=sent)
-            assert response.status_code == 200
-            assert not any(piece in response.text for piece in ('"<', "tool_call>", '\\"name')), count
+    tools = {CHAT: WEATHER, RESPONSES: flat, MESSAGES: anthropic}[path]
+    body = {"input": "the sea"} if path == RESPONSES else {"messages": QUESTION, "max_tokens": 100}
+    body |= {"tools": [tools], "stream": stream, **more}
+    response = await ask(folder, path, body, FakeEngine(saying(says)))
+    assert response.status_code == 200, response.text
+    return response
+
+
+@EACH_API
+@WHOLE_OR_STREAM
+async def test_a_call_cut_off_before_its_name_is_complete_is_no_text(folder, path, stream):
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    for count in range(1, len(ids('<tool_call>\n{"name": "weath')) + 1):
+        response = await cut_off(folder, path, stream, **{limit: count})
+        assert not any(piece in response.text for piece in ('"<', "tool_call>", '\\"name')), count
+
+
+def stop_at(path, text):
+    return {"stop_sequences" if path == MESSAGES else "stop": [text]}
+
+
+def event(text, kind):
+    """The event of this type in a stream of typed events."""
+    [data] = [line[6:] for line in text.splitlines() if line.startswith(f'data: {{"type":"{kind}"')]
+    return json.loads(data)
+
+
+@EACH_API
+@WHOLE_OR_STREAM
+@pytest.mark.parametrize("stop", ["tool", "_call>", "\n", '": "w', "name", "weather"])
+async def test_a_call_that_a_stop_string_cuts_off_before_its_arguments_is_no_text(folder, path, stop, stream):
+    response = await cut_off(folder, path, stream, f"Let me look.{CALL}", **stop_at(path, stop))
+    assert "Let me look." in response.text or stream
+    assert not any(piece in response.text for piece in ('"<', "<tool", ".<", '{\\"'))
+
+
+@EACH_API
+@WHOLE_OR_STREAM
+async def test_a_call_that_a_stop_string_cuts_off_does_not_look_complete(folder, path, stream):
+    response = await cut_off(folder, path, stream, **stop_at(path, "Nan"))
+    if path == CHAT:
+        [end] = joined(chunks(response.text)).values() if stream else response.json()["choices"]
+        assert (end["finish_reason"], end["stop_reason"]) == ("stop", "Nan")
+        if not stream:
+            assert end["message"]["content"] is None
+            [call] = end["message"]["tool_calls"]
+            assert call["function"] == {"name": "weather", "arguments": '{"place": "'}
+    elif path == MESSAGES:
+        end = event(response.text, "message_delta")["delta"] if stream else response.json()
+        assert (end["stop_reason"], end["stop_sequence"]) == ("stop_sequence", "Nan")
+        if not stream:
+            assert [(block["type"], block["input"]) for block in end["content"]] == [("tool_use", {})]
+    else:
+        ended = event(response.text, "response.completed")["response"] if stream else response.json()
+        [item] = ended["output"]
+        assert (item["type"], item["status"], item["arguments"]) == ("function_call", "incomplete", '{"place": "')
+
+
+async def test_a_stop_string_that_is_included_brings_no_markup_with_it(folder):
+    for stop, included in (("look.", "Let me look."), ("tool", "Let me look.\n"), ("name", "Let me look.\n")):
+        ended = await choice(folder, f"Let me look.\n{CALL}", stop=[stop], include_stop_str_in_output=True)
+        assert (ended["message"]["content"], ended["finish_reason"]) == (included, "stop")
+        assert "tool_calls" not in ended["message"]
+
+
+async def test_calls_that_are_complete_before_the_stop_string_are_calls(folder):
+    for says, stop in ((CALL, "</tool"), (f"{CALL}\n{SECOND}", "clock"), (f"{CALL} So", "So")):
+        ended = await choice(folder, says, stop=[stop])
+        assert (ended["finish_reason"], ended["stop_reason"]) == ("tool_calls", stop)
+        [call] = ended["message"]["tool_calls"]
+        assert call["function"]["arguments"] == '{"place": "Nantucket"}'
+        assert ended["message"]["content"] is None
+    half = await choice(folder, CALL, stop=["}}"])
+    assert half["finish_reason"] == "stop"
 
 
 async def test_what_is_not_a_tool_is_text(folder):

@@ -10,7 +10,10 @@ from typing import Annotated, Literal
 import jsonschema
 import pydantic
 import pytest
+from llguidance import LLMatcher
 
+from engine.grammar import limits, source
+from engine.grammar.trial import GrammarTrial
 from server.grammar.schemas import MAX_SOURCE, compact, constraining, find_problem
 
 INTEGER = {"type": "integer"}
@@ -24,28 +27,27 @@ OBJECTS = [
 ] + [7, "red", ["red"]]
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"propertyNames": {"type": "string"}, "additionalProperties": INTEGER},
-        {"propertyNames": {"title": "Name", "description": "any"}},
-        {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INTEGER},
-        {"propertyNames": {"type": "string", "enum": ["a", "b"]}, "additionalProperties": INTEGER, "required": ["a"]},
-        {"propertyNames": {"enum": ["a", 7]}},
-        {"propertyNames": {"const": "a"}, "minProperties": 1},
-        {"propertyNames": {"enum": ["a", "b"]}, "properties": {"a": INTEGER, "green": INTEGER}},
-        {"propertyNames": {"enum": ["a"]}, "properties": {"b": INTEGER}, "additionalProperties": False},
-        {"propertyNames": {"$ref": "#/$defs/Color"}, "additionalProperties": INTEGER, **COLORS},
-        {"propertyNames": {"$ref": "#/$defs/Other"}, "$defs": {**COLORS["$defs"], "Other": {"$ref": "#/$defs/Color"}}},
-        {"propertyNames": {"pattern": "^[ab]$"}, "additionalProperties": INTEGER},
-        {"propertyNames": {"pattern": "e"}},
-        {"propertyNames": {"minLength": 2}},
-        {"propertyNames": {"maxLength": 1}, "additionalProperties": INTEGER},
-        {"propertyNames": {"minLength": 1, "maxLength": 3}, "maxProperties": 1},
-        {"propertyNames": {"maxLength": 1}, "additionalProperties": False},
-    ],
-    ids=compact,
-)
+SCHEMAS = [
+    {"propertyNames": {"type": "string"}, "additionalProperties": INTEGER},
+    {"propertyNames": {"title": "Name", "description": "any"}},
+    {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INTEGER},
+    {"propertyNames": {"type": "string", "enum": ["a", "b"]}, "additionalProperties": INTEGER, "required": ["a"]},
+    {"propertyNames": {"enum": ["a", 7]}},
+    {"propertyNames": {"const": "a"}, "minProperties": 1},
+    {"propertyNames": {"enum": ["a", "b"]}, "properties": {"a": INTEGER, "green": INTEGER}},
+    {"propertyNames": {"enum": ["a"]}, "properties": {"b": INTEGER}, "additionalProperties": False},
+    {"propertyNames": {"$ref": "#/$defs/Color"}, "additionalProperties": INTEGER, **COLORS},
+    {"propertyNames": {"$ref": "#/$defs/Other"}, "$defs": {**COLORS["$defs"], "Other": {"$ref": "#/$defs/Color"}}},
+    {"propertyNames": {"pattern": "^[ab]$"}, "additionalProperties": INTEGER},
+    {"propertyNames": {"pattern": "e"}},
+    {"propertyNames": {"minLength": 2}},
+    {"propertyNames": {"maxLength": 1}, "additionalProperties": INTEGER},
+    {"propertyNames": {"minLength": 1, "maxLength": 3}, "maxProperties": 1},
+    {"propertyNames": {"maxLength": 1}, "additionalProperties": False},
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=compact)
 @pytest.mark.parametrize("place", ["whole", "inner"])
 def test_the_same_objects_follow_the_schema_without_the_keyword(schema, place):
     definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
@@ -62,6 +64,18 @@ def test_the_same_objects_follow_the_schema_without_the_keyword(schema, place):
     assert any(verdicts.values())
 
 
+@pytest.mark.parametrize("schema", SCHEMAS, ids=compact)
+def test_the_grammar_lets_the_same_objects_through(schema):
+    vocabulary = GrammarTrial(257)._tokenizer  # token ids are bytes
+    grammar = source("json_schema", compact(constraining(schema)))
+    validator = jsonschema.Draft202012Validator(schema)
+    for value in OBJECTS:
+        matcher = LLMatcher(vocabulary, grammar, limits=limits(), log_level=0)
+        text = json.dumps(value, ensure_ascii=False).encode()
+        is_allowed = matcher.consume_tokens([*text]) and matcher.is_accepting()
+        assert is_allowed == validator.is_valid(value), text
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -69,6 +83,10 @@ def test_the_same_objects_follow_the_schema_without_the_keyword(schema, place):
         {"propertyNames": False},
         {"propertyNames": {"type": "integer"}},
         {"propertyNames": {"pattern": "a", "maxLength": 2}},
+        {"propertyNames": {"minLength": 3, "maxLength": 2}},
+        {"propertyNames": {"minLength": -1}},
+        {"propertyNames": {"minLength": 100_000}},
+        {"propertyNames": {"maxLength": 2.0}},
         {"propertyNames": {"maxLength": 2}, "patternProperties": {"a": INTEGER}},
         {"propertyNames": {"maxLength": 2}, "properties": {"a": INTEGER}},
         {"propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$ref": "#/$defs/a"}}},

@@ -275,9 +275,9 @@ def test_incomplete_closing_delimiter_is_not_content(length):
 def test_a_call_cut_off_anywhere_leaves_no_markup_in_the_content(formats, content):
     text = write(formats, "", content, [("find_ship", {"name": "Pequod"}), ("ring-bell.now", {})])
     whole = read(formats, text)
-    for end in range(len(text)):
+    for end, stop in itertools.product(range(len(text)), (0, 1, 4)):  # characters of a stop string, 0: at max_tokens
         reader = parser(formats)
-        cut = join(reader.feed(text[:end]) + reader.finish(is_cut=True))
+        cut = join(reader.feed(text[:end]) + reader.finish(cut_before=text[end : end + stop]))
         assert whole.content.startswith(plain(cut.content)), text[:end]
         assert not cut.reasoning
         for call, wanted in zip(cut.calls, whole.calls, strict=False):
@@ -292,13 +292,31 @@ def test_a_call_cut_off_anywhere_leaves_no_markup_in_the_content(formats, conten
 def test_the_beginning_of_an_object_with_a_tools_name_is_no_content(tools, start):
     for end in range(1, len(start) + 1):
         reader = parser(Formats(tools))
-        assert join(reader.feed(start[:end]) + reader.finish(is_cut=True)) == Message("", "", ())
+        assert join(reader.feed(start[:end]) + reader.finish(cut_before="")) == Message("", "", ())
 
 
 @pytest.mark.parametrize("text", ['{"weather": "fog', '{"name": "Ahab", "leg', "[1, 2, 3", '{"names": ["Ahab'])
 def test_an_object_that_is_no_call_stays_content_when_it_is_cut_off(text):
     reader = parser(Formats("json"))
-    assert join(reader.feed(text) + reader.finish(is_cut=True)).content == text
+    assert join(reader.feed(text) + reader.finish(cut_before="")).content == text
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "content"),
+    [
+        ("1 <", "", "1 "),
+        ("1 <", "t", "1 "),
+        ("1 <", "tool_call> or not", "1 "),
+        ("1 <", "2", "1 <"),
+        ("1 <", "\n", "1 <"),
+        ("1 <", "<tool", "1 <"),
+        ("1 <<", "tool", "1 <"),
+        ("1 <tool_", "_", "1 <tool_"),
+    ],
+)
+def test_what_may_begin_a_delimiter_is_content_if_the_stop_string_after_it_shows_that_it_does_not(text, stop, content):
+    reader = parser(Formats("hermes"))
+    assert join(reader.feed(text) + reader.finish(cut_before=stop)).content == content
 
 
 def test_known_call_after_an_unknown_one_is_a_call():

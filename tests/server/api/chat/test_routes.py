@@ -9,6 +9,7 @@ from server.api.chat.response import ChatCompletion, ChatCompletionChunk
 from tests.fakes import FakeEngine, listening, model_folder, serving
 from tests.server.wire import (
     CHAT,
+    COMPLETIONS,
     END,
     LIBRARY,
     QUESTION,
@@ -42,6 +43,7 @@ async def test_an_answer_has_what_openai_has(folder):
             "message": {"role": "assistant", "content": "the whale", "refusal": None},
             "logprobs": None,
             "finish_reason": "stop",
+            "stop_reason": None,
         }
     ]
     prompt = len(ids("<|user|>user: the sea\nassistant: "))
@@ -155,7 +157,7 @@ async def test_a_stop_string_across_tokens_ends_the_text_and_drops_the_rest(fold
     answer = (await ask(folder, CHAT, body, engine)).json()
     choice = answer["choices"][0]
     assert choice["message"]["content"] == "the se"
-    assert choice["finish_reason"] == "stop"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "a; th")
     spoken = ids("the sea; the whale; sailing")
     count = len(choice["token_ids"])
     assert choice["token_ids"] == spoken[:count]
@@ -172,8 +174,33 @@ async def test_a_stop_token_counts_and_has_no_text(folder, stream):
     response = await ask(folder, CHAT, body, FakeEngine(saying("the whale, sailing")))
     choice = (joined(chunks(response.text)) if stream else whole(response.json()))[0]
     assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("the", "stop", [the, whale])
+    assert choice["stop_reason"] == whale
     usage = (chunks(response.text)[-1] if stream else response.json())["usage"]
     assert usage["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("more", "ending"),
+    [
+        ({}, ("stop", None)),
+        ({"max_tokens": 1}, ("length", None)),
+        ({"stop": ["no", "whale", "whales"]}, ("stop", "whale")),
+        ({"stop": ["whale"], "include_stop_str_in_output": True}, ("stop", "whale")),
+        ({"stop_token_ids": [END]}, ("stop", None)),  # the model's own end
+        ({"stop_token_ids": [END], "ignore_eos": True}, ("stop", END)),
+        ({"stop_token_ids": ids("the whale")[1:], "stop": ["sailing"]}, ("stop", ids("the whale")[1])),
+    ],
+)
+async def test_the_stop_reason_is_the_stop_string_or_token_that_ended_the_text(folder, path, stream, more, ending):
+    body = {**({"messages": QUESTION} if path == CHAT else {"prompt": "the sea"}), **more, "stream": stream}
+    response = await ask(folder, path, body, FakeEngine(saying("the whale, sailing")))
+    if stream:
+        pieces = [piece for chunk in chunks(response.text) for piece in chunk["choices"]]
+        assert not any("stop_reason" in piece for piece in pieces[:-1])
+    [choice] = (joined(chunks(response.text)) if stream else whole(response.json())).values()
+    assert (choice["finish_reason"], choice["stop_reason"]) == ending
 
 
 async def test_a_stop_string_that_never_completes_is_part_of_the_text(folder):

@@ -17,7 +17,8 @@ async def test_an_answer_has_what_openai_has(folder):
     msgspec.convert(answer, Completion)
     assert answer["id"].startswith("cmpl-")
     assert answer["object"] == "text_completion"
-    assert answer["choices"] == [{"index": 0, "text": " the whale", "logprobs": None, "finish_reason": "stop"}]
+    ending = {"finish_reason": "stop", "stop_reason": None}
+    assert answer["choices"] == [{"index": 0, "text": " the whale", "logprobs": None, **ending}]
     assert answer["usage"]["prompt_tokens"] == len(ids("the sea"))
     assert answer["usage"]["completion_tokens"] == len(ids(" the whale")) + 1
 

@@ -11,6 +11,15 @@ from tests.server.wire import END, LIBRARY, ids, saying
 
 pytestmark = pytest.mark.skipif(browser.missing() is not None, reason=browser.missing() or "")
 ANSWER = "The whale.\n\n```python\nif sea:\n    sail()\n```\n\n<img src=x onerror=alert(1)> <b>bold</b>"
+MARKDOWN = """## Ships
+1. **brig** `two masts`
+   - [see](https://a.example/?q=1)
+
+| a | b |
+|---|---|
+| 1 | ![x](https://a.example/x.png) |
+
+[no](javascript:alert(1)) <script>alert(1)</script>"""
 IDLE = "document.querySelector('#send').textContent === 'Send'"
 
 
@@ -53,6 +62,56 @@ async def test_an_answer_is_shown_as_text_with_its_code(folder, tab):
         assert await tab.texts(".prompt") == ["Where?"]
         assert await tab.texts(".text p") == ["The whale.", "<img src=x onerror=alert(1)> <b>bold</b>"]
         assert await tab.texts(".text pre") == ["if sea:\n    sail()"]
+
+
+async def test_markdown_is_shown_and_can_neither_load_nor_run_anything(folder, tab):
+    async with page(folder, tab, FakeEngine(saying(MARKDOWN))):
+        await ask(tab, "Ships?")
+        for selector, texts in {
+            ".text h3": ["Ships"],
+            ".text > ol > li > strong": ["brig"],
+            ".text > ol > li > code": ["two masts"],
+            ".text > ol > li > ul > li > a": ["see"],
+            ".text th": ["a", "b"],
+            ".text td": ["1", "x"],
+            ".text > p": ["[no](javascript:alert(1)) <script>alert(1)</script>"],
+        }.items():
+            assert await tab.texts(selector) == texts, selector
+        links = "[...document.querySelectorAll('.text a')]"
+        assert await tab.run(f"return {links}.map((link) => [link.href, link.target, link.rel])") == [
+            [href, "_blank", "noopener noreferrer"] for href in ("https://a.example/?q=1", "https://a.example/x.png")
+        ]
+        assert await tab.run("return document.querySelectorAll('main :is(img, script)').length") == 0
+        assert await tab.run("try { document.body.innerHTML = 'x' } catch (error) { return error.name }") == "TypeError"
+        assert "TrustedHTML" in (await tab.log())[0]
+
+
+async def test_what_has_been_written_stays_while_the_answer_grows(folder, tab):
+    tokens = [*ids("one\n\n```\ntwo"), *ids(" three\n```\n\nfour"), END]
+
+    def say(_):
+        for i, token in enumerate(tokens):
+            if i == len(ids("one\n\n```\ntwo")):
+                engine.hold()
+            yield token
+
+    engine = FakeEngine(say)
+    async with page(folder, tab, engine):
+        await tab.type("#prompt", "Count!" + ENTER)
+        await tab.until("document.querySelector('.text pre')?.innerText === 'two'")
+        await tab.run("window.before = [...document.querySelector('.text').children]")
+        engine.let_go()
+        await tab.until(IDLE)
+        assert await tab.texts(".text > *") == ["one", "two three", "four"]
+        assert await tab.run("return before.every((old, i) => old === document.querySelector('.text').children[i])")
+
+
+async def test_an_answer_without_text_says_so(folder, tab):
+    async with page(folder, tab, FakeEngine(saying(""))) as url:
+        await ask(tab, "Silence?")
+        assert await tab.texts(".note") == ["ended without text"]
+        await tab.open(url)
+        assert await tab.texts(".note") == ["ended without text"]
 
 
 async def test_the_speed_is_that_of_the_tokens_after_the_first(folder, tab):
@@ -106,11 +165,10 @@ async def test_a_stopped_request_is_aborted_and_can_be_retried_or_edited(folder,
         await tab.until(IDLE + " && document.querySelector('.text').innerText")
         assert await tab.texts(".text") == ["the whale swims"]
         assert len(engine.requests) == 2
-        await tab.run("document.querySelector('#prompt').value = ''")
         await tab.click("section:last-child .actions button:last-child")
         assert await tab.texts("#log section") == []
         await ask(tab, " And why?")
-        assert prompt(engine) == "user: Who? And why?\nassistant: "
+        assert prompt(engine) == "user: Who?\nnext And why?\nassistant: "
 
 
 async def test_reasoning_is_in_a_block_that_is_open_until_the_answer_begins(folder, tab):
@@ -199,6 +257,28 @@ async def test_the_page_asks_for_a_key_and_keeps_it_in_the_tab_alone(folder, tab
         await tab.open(url)
         await tab.until("document.querySelector('#model').length")
         assert await tab.run("return localStorage.length + document.cookie.length") == 0
+
+
+async def test_the_model_that_was_chosen_stays_while_the_models_are_not_known(folder, tab):
+    settings = {"api_key": ["k"], "served_model_name": ["a", "b"]}
+    async with page(folder, tab, FakeEngine(saying("the sea")), **settings) as url:
+        await tab.type("#key", "k" + ENTER)
+        await tab.until("document.querySelector('#model').length")
+        await tab.run("document.querySelector('#model').value = 'b'")
+        for key, condition in (("wrong", "!document.querySelector('#key-form').hidden"), ("k", "model.length")):
+            await tab.run(f"sessionStorage.setItem('key', '\"{key}\"')")
+            await tab.open(url)
+            await tab.until(condition)
+        assert await tab.run("return document.querySelector('#model').value") == "b"
+
+
+async def test_a_key_may_have_any_characters(folder, tab):
+    async with page(folder, tab, FakeEngine(saying("the sea")), api_key=["clé-🔑"]):
+        await tab.run("document.querySelector('#key').value = 'clé-🔑'")
+        await tab.type("#key", ENTER)
+        await tab.until("document.querySelector('#key-form').hidden")
+        await ask(tab, "Where?")
+        assert await tab.texts(".text") == ["the sea"]
 
 
 async def test_shift_and_enter_begin_a_new_line(folder, tab):

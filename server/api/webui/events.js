@@ -1,5 +1,3 @@
-// What the page parses: a stream of server-sent events, and the code blocks of a text.
-
 // Yields the data of each event of a stream of bytes. As the standard demands, an event without its empty line is lost.
 export async function* events(stream) {
   const reader = stream.getReader();
@@ -26,29 +24,4 @@ export async function* events(stream) {
   } finally {
     reader.cancel().catch(() => {}); // the stream may have failed
   }
-}
-
-// Returns the parts of a text in order, as {code, text}: blocks of code between fences, and the text around them.
-export function parts(text) {
-  const found = [];
-  let fence = null, lines = [];
-  const end = (code) => {
-    const part = code ? lines.join("\n") : lines.join("\n").replace(/^\n+|\n+$/g, "");
-    if (code || part) found.push({ code, text: part });
-    lines = [];
-  };
-  for (const line of text.split("\n")) {
-    const [, mark, info] = line.match(/^ {0,3}(`{3,}|~{3,})(.*)$/) ?? [];
-    if (mark && fence === null && !(mark[0] === "`" && info.includes("`"))) {
-      end(false);
-      fence = mark;
-    } else if (mark && fence !== null && mark.startsWith(fence) && !info.trim()) {
-      end(true);
-      fence = null;
-    } else {
-      lines.push(line);
-    }
-  }
-  end(fence !== null); // a block that is still being written
-  return found;
 }
