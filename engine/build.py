@@ -25,12 +25,12 @@ from .kernels.library import Choice, Kernels, settle
 from .kernels.weight_packing import compresses
 from .loop import EngineLoop, Outbox, StepOutOfMemory
 from .machine_memory import Machine
-from .model_thread import LoopThread, ModelThread, StepThread
 from .models.weights import Checkpoint
 from .out_of_memory import guarded
 from .runner import cuda_graphs
 from .runner.runner import Runner
 from .scheduler import Scheduler
+from .step_thread import LoopThread, ModelThread, StepThread
 from .types import ConfigError, EngineInfo, MemoryShort, Roofline
 
 if TYPE_CHECKING:

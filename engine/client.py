@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from . import types
 from .config import EngineConfig, check
 from .loop import EngineLoop
-from .model_thread import ModelThread
+from .step_thread import ModelThread
 from .types import EngineDied, EngineError, EngineInfo, EngineRequest, RequestStats, StepStats, TokenDelta
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from .batch import Batch, Masks, StepResult
 from .grammar import GrammarError, GrammarsBusy
-from .model_thread import StepThread
 from .scheduler import Scheduler
+from .step_thread import StepThread
 from .types import EngineRequest, ErrorCode, StepStats, TokenDelta
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from importlib import import_module
 
 from . import channel, types
 from .loop import EngineLoop
-from .model_thread import ModelThread
 from .process import begin_child, freeze
+from .step_thread import ModelThread
 from .types import EngineError, StepStats, TokenDelta
 
 HEARTBEAT_S = 0.5

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from engine import EngineConfig, EngineRequest, LocalEngine, Pooling, SamplingParams, build
 from engine.config import resolve
-from engine.model_thread import LoopThread, ModelThread
+from engine.step_thread import LoopThread, ModelThread
 from server.offline import LLM
 from tests.engine.grammars import ENDS, PROMPT, SCHEMA, TOKENS, WORDS
 

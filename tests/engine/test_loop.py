@@ -10,8 +10,8 @@ from engine import channel, loop
 from engine.batch import Batch, Sampled, StepResult
 from engine.config import EngineConfig
 from engine.loop import EngineLoop, StepOutOfMemory
-from engine.model_thread import LoopThread, ModelThread
 from engine.scheduler import Scheduler
+from engine.step_thread import LoopThread, ModelThread
 from engine.types import EngineRequest, SamplingParams
 from tests.live import WAIT_S
 

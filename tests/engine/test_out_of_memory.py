@@ -16,9 +16,9 @@ from engine.batch import Batch, Masks, StepResult
 from engine.config import EngineConfig, resolve
 from engine.loop import EngineLoop
 from engine.loop import Step as LoopStep
-from engine.model_thread import ModelThread
 from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.step_thread import ModelThread
 from engine.types import EngineRequest, SamplingParams
 from tests.engine.test_kernels import needs_library
 from tests.engine.test_loop import Outbox

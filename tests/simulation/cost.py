@@ -25,11 +25,11 @@ from engine.cache_groups import CacheGroups
 from engine.config import resolve
 from engine.kernels.library import Choice, settle
 from engine.loop import EngineLoop
-from engine.model_thread import LoopThread, ModelThread
 from engine.models import Forward, Outputs
 from engine.process import freeze
 from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.step_thread import LoopThread, ModelThread
 from engine.types import StepStats, TokenDelta
 
 BLOCK = 16  # tokens

@@ -22,9 +22,9 @@ from engine.batch import Batch, Row, RowError, Sampled, StepResult
 from engine.cache_groups import CacheGroups
 from engine.fair_lock import FairLock
 from engine.loop import EngineLoop, StepOutOfMemory
-from engine.model_thread import ModelThread
 from engine.scheduler import Scheduler
 from engine.service import OUTPUT_COST
+from engine.step_thread import ModelThread
 from tests.fakes import INFO
 
 from .plan import STEP_FAULTS, Plan

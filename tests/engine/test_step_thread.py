@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from engine.model_thread import LoopThread, ModelThread
+from engine.step_thread import LoopThread, ModelThread
 from tests.live import WAIT_S
 
 
