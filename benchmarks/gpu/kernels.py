@@ -14,17 +14,21 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionLayer, AttentionMeta, choose
+from engine.attention import AttentionLayer, AttentionMeta, choose, gpu_plan
 from engine.kernels.launching import use_device
 from engine.roofline import BYTES, SHAPES, matrix_rate, read_rate
 
 BLOCK = 16
 SLEEP_CYCLES = 2_000_000  # about a millisecond
 REPLAYS = 20  # of the same step: a race moves the result
+# Rows, and tokens of context that one program attends to, for the choice of gpu_plan.SPLIT: with few rows small parts
+# occupy more multiprocessors, and with many they only add partial results.
+PARTS = [(rows, parts) for parts in (64, 128, 512) for rows in (1, 4, 64)]
 NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 
@@ -152,10 +156,10 @@ def main() -> None:
             name = "correctness" if held == dtype else f"correctness, cache in {NAMES[held]}"
             print(json.dumps({"measurement": name, **found}), flush=True)
         counts = (1, 4) if args.tiny else (64, 1, 16, 256)
+        context = 64 if args.tiny else 1024
         for rows, held in [*((rows, dtype) for rows in counts), *((counts[0], held) for held in caches[1:])]:
             if time.perf_counter() + 5 > end:
                 break
-            context = 64 if args.tiny else 1024
             case = Case(backend, layer, [(context - 1, 1)] * rows, device, dtype, held=held)
             took = seconds_of(case.run, device, 3 if args.tiny else 30)
             moved = rows * context * layer.bytes(held)
@@ -173,6 +177,16 @@ def main() -> None:
             flops = 2 * 2 * heads * dim * length * (length + 1) // 2
             print(json.dumps({
                 "measurement": f"prompt of {length}", "us": 1e6 * took, "of_matrix_rate": flops / took / multiply,
+            }), flush=True)  # fmt: skip
+            del case
+        for rows, parts in PARTS[:1] if args.tiny else PARTS:
+            if time.perf_counter() + 5 > end:
+                break
+            with mock.patch.object(gpu_plan, "SPLIT", parts):
+                case = Case(backend, layer, [(context - 1, 1)] * rows, device, dtype)
+                took = seconds_of(case.run, device, 3 if args.tiny else 30)
+            print(json.dumps({
+                "measurement": f"decode of {rows} rows of {context} in parts of {parts}", "us": 1e6 * took,
             }), flush=True)  # fmt: skip
             del case
 
