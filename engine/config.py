@@ -35,7 +35,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     cpu_isa: str = "auto"  # instruction set of our CPU kernels; torch: do not use them
     products: str = "auto"  # what computes matmuls: torch or an instruction set; auto: as cpu_isa says
     max_len: int | None = None  # tokens of prompt plus output; None: the model's maximum
-    rope_len: int | None = None  # length for which length-dependent rotary frequencies are computed; None: max_len
+    # Length for which length-dependent rotary frequencies are computed, at least max_len; None: max_len.
+    rope_len: int | None = None
     max_seqs: int | None = None
     max_batched_tokens: int | None = None  # token budget of one step
     long_prefill_tokens: int | None = None  # maximum for one prompt in a step while others wait; None: half of the step
@@ -79,6 +80,11 @@ def check(config: EngineConfig) -> EngineConfig:
     need(config.kv_dtype in KV_DTYPES, f"unknown dtype of the KV cache {config.kv_dtype!r}; known: {known}")
     need(1 <= config.block_size <= 1024, "the block size must be between 1 and 1024 tokens")
     need(config.max_len is None or config.max_len >= 1, "the model length must be at least 1 token")
+    need(
+        config.rope_len is None or config.rope_len >= (config.max_len or 1),
+        f"rotary embeddings for {config.rope_len} tokens (rope_len) cannot serve a model length of "
+        f"{config.max_len or 1}",
+    )
     need(config.max_seqs is None or config.max_seqs >= 1, "at least 1 sequence must be able to run")
     need(
         config.max_batched_tokens is None or config.max_batched_tokens >= 1,

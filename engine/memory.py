@@ -298,7 +298,7 @@ def _tries(
         )
     if requested.num_blocks and (plan := works(num_blocks=None)):
         tries.append(f"remove `num_blocks`: there are then {plan.num_blocks} blocks, {plan.num_tokens} tokens")
-    if requested.max_len and (plan := works(max_len=None)) and plan.max_len < config.max_len:
+    if requested.max_len and (plan := works(max_len=None, rope_len=None)) and plan.max_len < config.max_len:
         tries.append(f"`max_len={plan.max_len}`, a request of which length the KV cache then holds")
     if machine.kind == "cpu" and requested.num_blocks is None:
         cache = _cache_that_fits(spec, config, machine, backend)

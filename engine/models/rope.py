@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..types import ModelError
 
-TABLE = 1024  # positions in the first table of angles
+TABLE = 1024  # positions that tables have at least: trials compute at positions that no request may reach
 MAX_NUMBER = (1 << 31) - 1  # in a config.json
 SCALINGS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
@@ -136,7 +136,7 @@ class Rotary:
         self.period = rope.original_positions or rope.max_positions
         self.query_scales: Tensor | None = None  # of positions up to each multiple of the period
         if rope.query_beta:
-            logs = torch.log(torch.arange(1, 2 + max_len // self.period, dtype=torch.float32))
+            logs = torch.log(torch.arange(1, 2 + max(max_len, TABLE) // self.period, dtype=torch.float32))
             self.query_scales = (1 + rope.query_beta * logs).to(device, dtype)
 
     def turn(self, positions: Tensor) -> Turn:

@@ -8,8 +8,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from engine import EngineConfig
-from engine.models.rope import Rotary, frequencies, rotate
+from engine import ConfigError, EngineConfig
+from engine.config import check, resolve
+from engine.models.rope import TABLE, Rope, Rotary, frequencies, rotate
 from engine.models.spec import ModelSpec, read_spec
 from tests.models import BASE, ROPES
 
@@ -73,6 +74,23 @@ def test_longest_sequence_depends_on_the_scaling(rope, longest):
     assert spec(rope_scaling=rope).max_len == longest
     assert spec(100, rope_scaling=rope).serve_len == 100
     assert spec(5000, rope_scaling=rope).serve_len == longest
+
+
+def test_rotary_embeddings_for_fewer_tokens_than_the_model_length_are_refused():
+    says = r"rotary embeddings for 16 tokens \(rope_len\) cannot serve a model length of 64"
+    with pytest.raises(ConfigError, match=says):
+        check(EngineConfig(model="m", max_len=64, rope_len=16))
+    with pytest.raises(ConfigError, match=says):
+        resolve(EngineConfig(model="m", rope_len=16), "cpu", 64)
+    assert resolve(EngineConfig(model="m", max_len=16, rope_len=64), "cpu", 64).max_len == 16
+
+
+@pytest.mark.parametrize("max_len", [16, 5000])
+def test_tables_have_the_positions_of_requests_and_of_trials(max_len):
+    rotary = Rotary(Rope(16, max_positions=16, query_beta=0.1), max_len, torch.float32, torch.device("cpu"))
+    last = max(max_len, TABLE) - 1
+    assert len(rotary.table(last + 1)) > last
+    assert len(rotary.query_scales) > last // rotary.period
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
