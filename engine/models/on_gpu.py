@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..attention import AttentionMeta, KVCache
+from ..attention import AttentionMeta, KVCache, LayerCache
 from ..attention.gpu_plan import Plan
 from ..attention.paged_gpu import MAX_ERROR, HeadNorms, PagedGPU, Rotation, limitation
 from ..kernels.library import Kernels
@@ -52,6 +53,7 @@ from .spec import ModelSpec
 
 MAX_HIDDEN = 1 << 14  # numbers of a row that a program of `add_norm` holds in registers without spills
 TRIAL_TOKENS, MANY_TOKENS, TRIAL_BLOCK = 3, 16, 16
+TRIAL_PERIODS = 3  # in which the trial has tokens, if queries are scaled by the period of their position
 
 
 class OnGPU:
@@ -287,6 +289,26 @@ def sinks_of(layers: Sequence[Layer]) -> dict[str, Tensor]:
     return {sinks_name(layer.index): layer.sinks for layer in layers if layer.sinks is not None}
 
 
+class _Heard(PagedGPU):
+    """Keeps the lengths of each call's queries, which are the same in any order of a head's numbers."""
+
+    def __init__(self, *, invariant: bool) -> None:
+        super().__init__(invariant=invariant)
+        self.lengths: list[Tensor] = []  # [tokens, heads]
+
+    def _attend(self, cache: LayerCache, q: Tensor, plan: Plan) -> Tensor:
+        self.lengths.append(q.double().norm(dim=-1))
+        return super()._attend(cache, q, plan)
+
+
+def _trial_positions(rotaries: Sequence[Rotary], tokens: Tensor) -> Tensor:
+    """Return positions for these tokens: with scaled queries in the first periods that the scales are for."""
+    for rotary in rotaries:
+        if rotary.query_scales is not None:
+            return tokens % min(TRIAL_PERIODS, len(rotary.query_scales)) * rotary.period + tokens
+    return tokens
+
+
 @torch.inference_mode()
 def trial(
     model: ModelSpec,
@@ -309,11 +331,17 @@ def trial(
     mixture = next((layer.experts for layer in first if layer.experts is not None), None)
     count = max([*(choices or [TRIAL_TOKENS]), *([MANY_TOKENS] if mixture is not None else [])])
     num_blocks = -(-count // TRIAL_BLOCK)
-    results = []
+    results, lengths = [], []
     try:
+        tokens = torch.arange(count, device=device)
+        positions = _trial_positions(rotaries, tokens)
+        # The tokens see each other, wherever their positions are.
+        meta = AttentionMeta.of([(list(range(num_blocks)), 0, count)], TRIAL_BLOCK, device)
+        meta = replace(meta, max_seq=int(positions.max()) + 1)
         for executor in (OnGPU(model, embedding, first, rotaries, choices), Eager(embedding, first, rotaries)):
+            backend = _Heard(invariant=invariant)
             cache = KVCache.allocate(
-                PagedGPU(invariant=invariant),
+                backend,
                 model.layers[: len(first)],
                 num_blocks=num_blocks,
                 block_size=TRIAL_BLOCK,
@@ -321,19 +349,25 @@ def trial(
                 device=device,
                 sinks=sinks_of(first),
             )
-            tokens = torch.arange(count, device=device)
-            plan = cache.plan(AttentionMeta.of([(list(range(num_blocks)), 0, count)], TRIAL_BLOCK, device))
-            results.append(executor.run(Forward(tokens % model.vocab_size, tokens, plan, cache, tokens)).double())
-        ours, reference = results
-        error = float((ours - reference).norm() / reference.norm())
+            forward = Forward(tokens % model.vocab_size, positions, cache.plan(meta), cache, tokens)
+            results.append(executor.run(forward).double())
+            lengths.append(backend.lengths[0])
+        error = float((results[0] - results[1]).norm() / results[1].norm())
         if mixture is not None:  # of some tokens another expert may be chosen, because of the rounding before
-            error = float(((ours - reference).norm(dim=1) / reference.norm(dim=1)).median())
+            error = float(_errors(*results).median())
             assert model.decoder is not None
             if reason := gpu_experts.trial(mixture, model.decoder.activation):
                 return reason
+        # Hidden states hardly show how a single token's query is scaled.
+        error = max(error, float(_errors(*lengths).max()))
     except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
         lines = (str(problem).strip().splitlines() or [""])[0]
         return f"the Triton kernels do not run on this device: {type(problem).__name__}: {lines[:200]}"
     if not error < MAX_ERROR[model.dtype]:
         return f"the Triton kernels compute wrong results on this device (relative error {error:.2g})"
     return None
+
+
+def _errors(found: Tensor, want: Tensor) -> Tensor:
+    """Return the relative error of each row; that of a row of zeros is 0 if it is the same."""
+    return (found - want).norm(dim=1) / want.norm(dim=1).clamp(min=torch.finfo(want.dtype).tiny)

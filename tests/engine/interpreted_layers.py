@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from engine import EngineConfig
 from engine.attention import AttentionMeta, KVCache
 from engine.attention.layer import LARGEST
-from engine.attention.paged_gpu import HeadNorms, PagedGPU, Rotation
+from engine.attention.paged_gpu import MAX_ERROR, HeadNorms, PagedGPU, Rotation
 from engine.kernels.gpu import attention as attention_kernels
 from engine.kernels.gpu import layers as layer_kernels
 from engine.models import Forward, on_gpu
@@ -389,3 +389,24 @@ def test_kernels_that_fail_or_err_are_replaced_by_torch(tmp_path, monkeypatch):
     assert "wrong results on this device" in on_gpu.trial(*parts)
     monkeypatch.setattr(on_gpu, "gated", lambda *_: 1 / 0)
     assert "do not run on this device: ZeroDivisionError" in on_gpu.trial(*parts)
+
+
+@pytest.mark.parametrize("period", [None, 1, 2])
+def test_a_trial_finds_a_wrong_scale_of_the_queries_of_a_later_period(tmp_path, monkeypatch, period):
+    """Also where numbers are rounded as coarsely as in bfloat16."""
+    monkeypatch.setitem(MAX_ERROR, torch.float32, MAX_ERROR[torch.bfloat16])
+    model = model_of("ministral3", tmp_path)
+    parts = model.spec, model.embedding, model.layers, model.rotaries
+    real = on_gpu.rotation_of
+
+    def wrong(*args: Any) -> Rotation:
+        rotation = real(*args)
+        assert rotation.query_scales is not None
+        scales = rotation.query_scales.clone()
+        scales[period] = 1.0
+        return rotation._replace(query_scales=scales)
+
+    if period is not None:
+        monkeypatch.setattr(on_gpu, "rotation_of", wrong)
+    reason = on_gpu.trial(*parts)
+    assert reason is None if period is None else "wrong results on this device" in str(reason)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine import EngineConfig, ModelError, plan
 from engine.kernels.library import Choice, choose
-from engine.models import on_gpu
+from engine.models import Forward, on_gpu
 from engine.models.decoder import Decoder
 from engine.models.decoder_layer import Layer
 from engine.models.executor import Eager
@@ -127,9 +128,13 @@ def test_the_kernels_are_tried_on_layers_with_a_rotary_embedding_and_without(mon
 
     def executor(layers: Sequence[Layer]) -> Any:
         tried.append([layer.turn for layer in layers])
-        return SimpleNamespace(run=lambda forward: torch.ones(1, 1))
+        return SimpleNamespace(run=run)
 
-    monkeypatch.setattr(on_gpu, "OnGPU", lambda model, embedding, layers, *_: executor(layers))
+    def run(forward: Forward) -> Tensor:
+        forward.cache.backend.lengths.append(torch.ones(1, 1))  # type: ignore[attr-defined]
+        return torch.ones(1, 1)
+
+    monkeypatch.setattr(on_gpu, "OnGPU", lambda model, embedding, layers, *_, **__: executor(layers))
     monkeypatch.setattr(on_gpu, "Eager", lambda embedding, layers, *_: executor(layers))
     assert on_gpu.trial(spec, model.embedding, model.layers, model.rotaries) is None
     assert tried == [[0, 0, 0, -1]] * 2
