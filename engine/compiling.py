@@ -20,9 +20,11 @@ from .config import EngineConfig
 from .kernels.launching import META, Compiling, Job
 from .models import ModelSpec, gpu_experts, on_gpu, skinny
 from .models.decoder_layer import Layer
+from .models.experts import Experts
 from .models.family import BEFORE
 from .models.gpu_layers import add
-from .models.layers import Linear
+from .models.gpu_weights import CodedRows
+from .models.layers import InFile, Linear
 from .models.norms import RMSNorm, make_norm
 from .models.rope import Rotary
 from .models.skinny import CANDIDATES, candidates
@@ -69,7 +71,8 @@ def _attend(layer: AttentionLayer, spec: ModelSpec, block_size: int, tokens: int
 
 
 def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
-    """Yield the jobs of a decoder's layers beside attention; gpu_weights.objection compiles for quantized weights."""
+    """Yield the jobs of a decoder's layers beside attention; gpu_weights.objection compiles products with quantized
+    weights, but for those of routed experts."""
     decoder = spec.decoder
     assert decoder is not None
     activation = decoder.activation
@@ -96,26 +99,20 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     for each in with_mlp:
         both = torch.empty(FEW, len(each.gate_up.weight), dtype=spec.dtype, device=META)
         yield partial(on_gpu.gated, both, activation)
-    if not config.batch_invariant and spec.dtype != torch.float32:
-        head = Linear(spec.vocab_size, decoder.hidden_size, False, spec.dtype, META)
+    head = Linear(spec.vocab_size, decoder.hidden_size, False, spec.dtype, META)
+    experts = [each.experts for each in layers if each.experts is not None]
+    uniform = (skinny.UNIFORM_FLOAT32 if spec.dtype == torch.float32 else skinny.UNIFORM)[0]
+    if config.batch_invariant:
+        wide = [head, *(mixture.router for mixture in experts)]
+        linears = [linear for each in layers for linear in each.linears]
+        linears += [linear for mixture in experts for linear in mixture.shared or ()]
+        for tile in uniform.values():
+            yield partial(_products, [] if spec.on_gpu else linears, tile, None)
+            yield partial(_products, wide, tile, torch.float32)
+    elif spec.dtype != torch.float32:
         for tile in dict.fromkeys(itertools.chain(*CANDIDATES.values())):
             yield partial(_products, [head], tile, torch.float32)
-    if spec.on_gpu:
-        return
-    experts = [each.experts for each in layers if each.experts is not None]
-    if config.batch_invariant:
-        uniform = (skinny.UNIFORM_FLOAT32 if spec.dtype == torch.float32 else skinny.UNIFORM)[0]
-        wide = [Linear(spec.vocab_size, decoder.hidden_size, False, spec.dtype, META)]
-        linears = [linear for each in layers for linear in each.linears]
-        for mixture in experts:
-            wide.append(mixture.router)
-            linears += mixture.shared or ()
-            for linear in (*mixture.gate_ups, *mixture.downs):
-                linear.unify(uniform)
-        for tile in uniform.values():
-            yield partial(_products, linears, tile, None)
-            yield partial(_products, wide, tile, torch.float32)
-    elif layer.output.scale == 1 and decoder.norms == BEFORE:
+    if not (config.batch_invariant or spec.on_gpu) and layer.output.scale == 1 and decoder.norms == BEFORE:
         after = [(layer.qkv, attention_norm), *((each.gate_up, mlp_norm) for each in with_mlp)]
         for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("qkv", rows, spec.dtype)):
             for linear, norm in after:
@@ -124,7 +121,26 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
             yield partial(_before_residuals, (layer.output, *(each.down for each in with_mlp)), tile, FEW)
     for mixture in experts:
         is_wide = spec.dtype != torch.float32 and (mixture.router.bias is None or config.batch_invariant)
-        yield from gpu_experts.jobs(mixture, activation, spec.dtype, wide=is_wide)
+        for stored in _as_stored(mixture, spec, activation):
+            if config.batch_invariant:
+                for linear in (*stored.gate_ups, *stored.downs, *(stored.shared or ())):
+                    linear.unify(uniform)
+            yield from gpu_experts.jobs(stored, activation, spec.dtype, wide=is_wide)
+
+
+def _as_stored(experts: Experts, spec: ModelSpec, activation: str) -> Iterator[Experts]:
+    """Yield experts like these in each form that their weights may have, see ModelSpec.forms."""
+    hidden, inner = experts.hidden, experts.spec.inner
+    shapes = {(inner, hidden), (2 * inner, hidden), (hidden, inner)}  # gate and up may be one tensor
+    forms = dict.fromkeys(form for form, *shape in spec.forms if tuple(shape) in shapes) if spec.on_gpu else {}
+    if not forms:
+        yield experts
+    for form in forms:
+        stored = Experts(hidden, experts.spec, spec.dtype, META, activation=activation)
+        for linear in (*stored.gate_ups, *stored.downs, *(stored.shared or ())):
+            rows = CodedRows(form, tuple(linear.weight.shape), lambda: (None, iter(())), 0)
+            linear.pack(None, in_file=InFile([rows], None))
+        yield stored
 
 
 def _products(linears: Sequence[Linear], tile: skinny.Tile, dtype: torch.dtype | None) -> None:

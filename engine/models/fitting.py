@@ -27,8 +27,7 @@ def fit(spec: ModelSpec, config: EngineConfig, device: torch.device, checkpoint:
     """
     setting = _setting(config)
     if is_gpu(device, setting) and spec.quantization in BITS:
-        shapes = ((gpu_weights.ROUNDED[bits], rows, columns) for rows, columns, bits in spec.rounded)
-        if reason := gpu_weights.objection(shapes, spec.dtype, device, spec.vocab_size):
+        if reason := gpu_weights.objection(spec.forms, spec.dtype, device, spec.vocab_size):
             name = f"`quantization={spec.quantization}`"
             raise ConfigError(f"{name} makes weights that {device} cannot compute with, so leave it out: {reason}")
         return replace(spec, on_gpu=True)
@@ -86,16 +85,12 @@ def _fit_gpu(spec: ModelSpec, device: torch.device, checkpoint: Checkpoint | Non
 
 def _fit_gguf(spec: ModelSpec, device: torch.device) -> ModelSpec:
     """Return the spec of a GGUF file on a GPU."""
-    from ..gguf.forms import FORMS, stored_type
+    from ..gguf.forms import stored_type
 
-    assert spec.decoder is not None
     in_blocks: Counter[str] = Counter()
     for name, count in spec.in_blocks.items():
         in_blocks[stored_type(name)] += count
-    shapes = {(sum(rows), columns) for _, rows, columns in spec.decoder.linears(spec.vocab_size)}
-    shapes.add((spec.vocab_size, spec.decoder.hidden_size))  # of the embedding
-    tried = [(FORMS[name], *shape) for name in sorted(in_blocks.keys() & FORMS.keys()) for shape in sorted(shapes)]
-    if reason := gpu_weights.objection(tried, spec.dtype, device, spec.vocab_size):
+    if reason := gpu_weights.objection(spec.forms, spec.dtype, device, spec.vocab_size):
         raise ConfigError(f"{device} cannot compute with weights of a GGUF file, so use safetensors: {reason}")
     return replace(spec, in_blocks=dict(in_blocks), on_gpu=True)
 

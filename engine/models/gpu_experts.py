@@ -174,8 +174,7 @@ def objection(experts: Experts) -> str | None:
 
 
 def jobs(experts: Experts, activation: str, dtype: torch.dtype, *, wide: bool) -> Iterator[Job]:
-    """Yield what compiles the kernels for experts with plain weights on META; `wide`: the router's logits are in
-    float32."""
+    """Yield what compiles the kernels for experts on META; `wide`: the router's logits are in float32."""
     routed = RoutedExperts(experts, activation)
     logits = torch.empty(1, experts.spec.count, dtype=torch.float32 if wide else dtype, device=META)
     yield partial(routed.choose, logits)

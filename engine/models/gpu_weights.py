@@ -112,8 +112,7 @@ class GPUWeight:
         groups = form.groups(columns)
         self._scales = torch.zeros(groups, rows, dtype=form.scale, device=device)
         self._zeros = torch.zeros(groups, rows, dtype=form.dtype, device=device) if form.has_zeros else None
-        parts = min(PROGRAMS // -(-rows // PART_ROWS), self._slices // MIN_SLICES)
-        self._parts = max(1, parts)
+        self._parts = max(1, min(PROGRAMS // -(-rows // PART_ROWS), self._slices // MIN_SLICES))
         self._arrived = torch.zeros(-(-rows // PART_ROWS), dtype=torch.int32, device=device)
         self._is_scaled = self._is_uniform = False
 
@@ -393,8 +392,11 @@ def objection(
 
 def jobs(shapes: Iterable[tuple[Form, int, int]], dtype: torch.dtype, head: int) -> Iterator[Job]:
     """Yield what compiles the kernels for weights of these forms, rows and columns, each kernel once."""
-    kinds = {(form, rows == head, rows % 16 == 0, columns % 16 == 0): (rows, columns) for form, rows, columns in shapes}
-    for (form, wide, *_), (rows, columns) in kinds.items():
+    kinds = {}
+    for form, rows, columns in shapes:
+        sizes = rows, columns, form.slices(columns)  # Triton compiles 1, multiples of 16 and others apart
+        kinds[form, rows == head, tuple((size == 1, size % 16 == 0) for size in sizes)] = rows, columns
+    for (form, wide, _), (rows, columns) in kinds.items():
         product = GPUProduct([GPUWeight(form, rows, columns, META)], None, dtype, wide=wide)
         for tokens in TILES:
             yield partial(product, torch.empty(tokens, columns, dtype=dtype, device=META))

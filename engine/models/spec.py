@@ -85,6 +85,18 @@ class ModelSpec:
         return plain - sum(saved)
 
     @property
+    def forms(self) -> list[tuple[Form, int, int]]:
+        """How a GPU stores quantized weights: forms, rows and columns. Of a GGUF file only the types of its blocks are
+        known, so each weight may have any of their forms."""
+        if self.quantization != "gguf":
+            return list(self.coded) or [(ROUNDED[bits], rows, columns) for rows, columns, bits in self.rounded]
+        assert self.decoder is not None
+        shapes = {(sum(rows), columns) for _, rows, columns in self.decoder.linears(self.vocab_size)}
+        shapes.add((self.vocab_size, self.decoder.hidden_size))  # of the embedding
+        names = sorted({stored_type(name) for name in self.in_blocks} & FORMS.keys())
+        return [(FORMS[name], *shape) for name in names for shape in sorted(shapes)]
+
+    @property
     def looked_up_bytes(self) -> int:
         """The size of the weights of which a token needs one row: tables of embeddings that are not the head's."""
         if self.quantization == "gguf":

@@ -6,6 +6,8 @@ process without Triton's interpreter.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +26,8 @@ from engine.kernels.library import Choice
 from engine.models import Forward, gpu_weights, on_gpu
 from engine.models.decoder import Decoder
 from engine.models.family import BEFORE
-from engine.models.gpu_weights import ROUNDED, Form
+from engine.models.gpu_weights import ROUNDED, CodedRows, Form
+from engine.models.layers import InFile, Linear
 from engine.models.on_gpu import OnGPU
 from engine.models.skinny import CANDIDATES, UNIFORM, Choices, Tiles, candidates
 from engine.models.spec import ModelSpec, read_spec
@@ -138,10 +141,18 @@ def spec_of(name: str, **settings: Any) -> tuple[ModelSpec, EngineConfig]:
 
 
 @torch.inference_mode()
-def serve(spec: ModelSpec, choices: Choices | None, *, is_uniform: bool) -> None:
-    """Launch what an engine launches: chunks beside decodes, decodes alone, the head, and all that samples."""
+def serve(spec: ModelSpec, choices: Choices | None, *, is_uniform: bool, form: Form | None = None) -> None:
+    """Launch what an engine launches: chunks beside decodes, decodes alone, the head, and all that samples.
+
+    `form`: of quantized weights of layers.
+    """
     model = Decoder(spec, CPU, Choice(None), tied=True)
+    for linear in [] if form is None else quantized_linears(model):
+        rows = CodedRows(form, tuple(linear.weight.shape), lambda: (None, iter(())), 0)
+        linear.pack(None, in_file=InFile([rows], None))
     linears = {model.head, *(linear for layer in model.layers for _, linear, *_ in layer.parts())}
+    for linear in linears:
+        linear.allocate()
     for linear in linears if is_uniform else ():
         linear.unify(UNIFORM[0])
     model.head._is_wide = is_uniform  # as on a GPU
@@ -166,6 +177,11 @@ def serve(spec: ModelSpec, choices: Choices | None, *, is_uniform: bool) -> None
         fields = torch.zeros(3 * FIELDS.itemsize // 8, dtype=torch.int64)
         sampling.draw(x, fields, has_k=has_k, has_p=has_p)
     sampling.distribution(x, 2)
+
+
+def quantized_linears(model: Decoder) -> set[Linear]:
+    routers = {layer.experts.router for layer in model.layers if layer.experts is not None}
+    return {linear for layer in model.layers for _, linear, *_ in layer.parts()} - routers
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -193,13 +209,44 @@ def test_the_kernels_of_quantized_weights_are_compiled_before_they_are_tried(com
     for kernel in triton_kernels():
         kernel.device_caches.clear()
     dtype = torch.bfloat16
-    shapes = [(ROUNDED[4], 96, 64), (ROUNDED[4], 40, 64), (ROUNDED[8], 512, 64), (Form(8, 32, has_zeros=True), 64, 96)]
+    shapes = [
+        (ROUNDED[4], 96, 64),
+        (ROUNDED[4], 96, 1024),
+        (ROUNDED[4], 40, 64),
+        (ROUNDED[8], 512, 64),
+        (Form(8, 32, has_zeros=True), 64, 96),
+    ]
     for job in gpu_weights.jobs(shapes, dtype, head=512):
         launching._run(job, CPU)
     assert set(compiled) == {"multiply", "dequantize"}
     compiled.clear()
     for form, rows, columns in shapes:
         gpu_weights._error(form, rows, columns, dtype, CPU, wide=rows == 512)
+    assert compiled == []
+
+
+@pytest.mark.parametrize("is_uniform", [False, True])
+@pytest.mark.parametrize(
+    "name, form",
+    [
+        ("qwen3_moe", ROUNDED[4]),
+        ("glm4_moe", Form(8, is_float=True)),
+        ("gpt_oss", Form(8, 32, has_zeros=True, scale=torch.float16)),
+    ],
+)
+def test_the_kernels_of_quantized_experts_are_compiled_before_they_are_launched(name, form, is_uniform, compiled):
+    for kernel in triton_kernels():
+        kernel.device_caches.clear()
+    spec, config = spec_of(name, batch_invariant=is_uniform)
+    model = Decoder(spec, META, Choice(None), tied=True)
+    shapes = [(form, *linear.weight.shape) for linear in quantized_linears(model)]
+    spec = replace(spec, coded=tuple(shapes), on_gpu=True)
+    tried = gpu_weights.jobs(shapes, torch.bfloat16, head=spec.vocab_size)
+    begun = jobs(spec, config, torch.device("cuda"))
+    for job in (*tried, *itertools.chain(*begun.values())):
+        launching._run(job, CPU)
+    compiled.clear()
+    serve(spec, None, is_uniform=is_uniform, form=form)
     assert compiled == []
 
 
