@@ -23,15 +23,18 @@ from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta
 from .reference import Reference
 
-MAX_DIM = 256
+# The largest heads of each breadth, in numbers: the larger, the fewer queries and keys fit into registers at a time.
+WIDTHS = 128, 256, 512
 LARGE_MEMORY = 200 << 10  # bytes of shared memory of a multiprocessor
 # Per multiprocessor. Depending on the layer, one to three fit at a time; then they run in rounds that are all full.
 PROGRAMS = 6
-# Queries times the heads that share a KV head, in an item of a longer row. Larger tiles of float32, whose products run
-# without matrix units, do not fit into the registers.
-TILE_ROWS, FLOAT32_TILE_ROWS = 128, 32
-# The same where rows of one query have it, too; the second with heads over MAX_DIM / 2. Two sets of sums are held.
-UNIFORM_TILE_ROWS = 64, 32
+# By breadth, queries times the heads that share a KV head, in an item of a longer row: of GPUs with large memory and of
+# others, see `has_large_memory`; in float32, whose products run without matrix units; and where rows of one query have
+# them, too, so that two sets of sums are held.
+TILE_ROWS, SMALL_TILE_ROWS = (128, 128, 64), (128, 128, 32)
+FLOAT32_TILE_ROWS = 32, 32, 16
+UNIFORM_TILE_ROWS = 64, 32, 16
+MAX_GROUP = 128, 128, 16  # query heads per KV head, by breadth
 # By dtype, the relative difference from the reference above which the kernels are not used.
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 TRIAL_BLOCK = 16  # tokens per block in the trial
@@ -110,7 +113,8 @@ class PagedGPU:
         assert config.max_len and config.max_seqs and config.max_batched_tokens
         parts = min(gpu_plan.MAX_PARTS, config.max_seqs * -(-config.max_len // gpu_plan.SPLIT))
         per_part = max(4 * layer.num_heads * (layer.v_head_dim + 2) + 4 * layer.num_kv_heads for layer in layers)
-        kinds = len({(layer.window, queries_of(layer, dtype, uniform=config.batch_invariant)) for layer in layers})
+        queries = (queries_of(layer, dtype, uniform=config.batch_invariant, is_large=True) for layer in layers)
+        kinds = len({*zip((layer.window for layer in layers), queries, strict=True)})
         items = config.max_seqs * -(-config.max_len // gpu_plan.SPLIT) + config.max_batched_tokens
         return parts * per_part + kinds * items * ITEM * 4
 
@@ -201,9 +205,9 @@ class PagedGPU:
 
         layer, meta, view, uniform = cache.layer, plan.meta, _View(cache), self.invariant
         out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
-        queries, table = queries_of(layer, q.dtype, uniform=uniform), plan.tables(cache).block_table
-        launches = plan.launches((layer.window, queries))
         part, is_large = gpu_plan.SPLIT, has_large_memory(q.device)
+        queries, table = queries_of(layer, q.dtype, uniform=uniform, is_large=is_large), plan.tables(cache).block_table
+        launches = plan.launches((layer.window, queries))
         kinds = ((launches.decodes, queries if uniform else 1, part), (launches.chunks, queries, part * uniform))
         for works, most, split in kinds:
             for work in works:
@@ -221,7 +225,7 @@ class PagedGPU:
                     SINKS=cache.sinks is not None, SCALED=view.is_scaled, WIDEN=is_interpreted(),
                     **dependence(q.device),
                     num_warps=attend_warps(layer, most),
-                    num_stages=attend_stages(most, q.dtype, is_scaled=view.is_scaled, is_large=is_large),
+                    num_stages=attend_stages(layer, most, q.dtype, is_scaled=view.is_scaled, is_large=is_large),
                     # Fused, a compiler may round parts that are added up in two places in two ways.
                     enable_fp_fusion=not uniform,
                 )  # fmt: skip
@@ -242,11 +246,18 @@ class PagedGPU:
             self._arrived = torch.zeros(arrived, dtype=torch.int32, device=device)
 
 
-def queries_of(layer: AttentionLayer, dtype: torch.dtype, *, uniform: bool = False) -> int:
-    """Return the number of queries in a work item of a longer row. `uniform`: see PagedGPU.invariant."""
-    rows = FLOAT32_TILE_ROWS if dtype == torch.float32 else TILE_ROWS
+def breadth(layer: AttentionLayer) -> int:
+    """Return the place in WIDTHS of a layer's heads."""
+    return sum(widest(layer) > width for width in WIDTHS[:-1])
+
+
+def queries_of(layer: AttentionLayer, dtype: torch.dtype, *, uniform: bool = False, is_large: bool) -> int:
+    """Return the number of queries in a work item of a longer row. `uniform`: see PagedGPU.invariant. `is_large`: see
+    `has_large_memory`."""
+    kind = breadth(layer)
+    rows = (FLOAT32_TILE_ROWS if dtype == torch.float32 else TILE_ROWS if is_large else SMALL_TILE_ROWS)[kind]
     if uniform:
-        rows = min(rows, UNIFORM_TILE_ROWS[widest(layer) > MAX_DIM // 2])
+        rows = min(rows, UNIFORM_TILE_ROWS[kind])
     return max(1, rows * layer.num_kv_heads // layer.num_heads)
 
 
@@ -257,15 +268,16 @@ def tile_rows(layer: AttentionLayer, queries: int) -> int:
 
 def attend_warps(layer: AttentionLayer, queries: int) -> int:
     """Return the warps of a program whose items have this many queries: the fewest whose registers do not spill."""
-    return 8 if queries > 1 or tile_rows(layer, queries) > 64 else 4
+    return 8 if queries > 1 or tile_rows(layer, queries) > 64 or breadth(layer) > 1 else 4
 
 
-def attend_stages(queries: int, dtype: torch.dtype, *, is_scaled: bool, is_large: bool) -> int:
+def attend_stages(layer: AttentionLayer, queries: int, dtype: torch.dtype, *, is_scaled: bool, is_large: bool) -> int:
     """Return the depth of the loop over keys: the largest whose registers do not spill, see `has_large_memory`.
 
     The ids of blocks take two of the stages: with three, keys are loaded when they are needed, and not before.
     """
-    return 5 if is_large and (queries == 1 or (dtype != torch.float32 and not is_scaled)) else 3
+    is_deep = queries == 1 or (dtype != torch.float32 and not is_scaled)
+    return 5 if is_large and is_deep and breadth(layer) < 2 else 3
 
 
 def has_large_memory(device: torch.device) -> bool:
@@ -298,10 +310,10 @@ def warps(numbers: int) -> int:
 def tile(layer: AttentionLayer, dtype: torch.dtype, *, is_crowded: bool = False) -> int:
     """Return the number of keys that are multiplied at once: what registers and shared memory allow without spills."""
     # `is_crowded`: uniform tiles of a cache with scales take more registers.
-    is_wide = widest(layer) > MAX_DIM // 2
-    if dtype == torch.float32:
-        return 16 if is_wide else 32
-    return 32 if is_wide or is_crowded else 64
+    kind = breadth(layer)
+    if dtype == torch.float32 or kind > 1:
+        return 16 if kind else 32
+    return 32 if kind or is_crowded else 64
 
 
 def widest(layer: AttentionLayer) -> int:
@@ -346,10 +358,12 @@ def limitation(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: tor
         return "the Triton kernels need a CUDA device"
     if dtype not in MAX_ERROR:
         return f"the Triton kernels do not compute in {str(dtype).removeprefix('torch.')}"
-    if any(max(layer.head_dim, layer.v_head_dim) > MAX_DIM for layer in layers):
-        return f"the Triton kernels serve heads of up to {MAX_DIM} numbers"
-    if any(layer.num_heads // layer.num_kv_heads > TILE_ROWS for layer in layers):
-        return f"the Triton kernels serve up to {TILE_ROWS} query heads per KV head"
+    if any(max(layer.head_dim, layer.v_head_dim) > WIDTHS[-1] for layer in layers):
+        return f"the Triton kernels serve heads of up to {WIDTHS[-1]} numbers"
+    for layer in layers:
+        if layer.num_heads // layer.num_kv_heads > (most := MAX_GROUP[breadth(layer)]):
+            of = f" of more than {WIDTHS[-2]} numbers" if breadth(layer) > 1 else ""
+            return f"the Triton kernels serve up to {most} query heads{of} per KV head"
     return lack()
 
 

@@ -12,7 +12,7 @@ from . import gpu_plan
 from .gpu_plan import ITEM, HostWork, Kind, Launches, Plan, Work
 from .layer import AttentionLayer
 from .metadata import AttentionMeta, Tables
-from .paged_gpu import queries_of
+from .paged_gpu import has_large_memory, queries_of
 
 
 class StaticPlans:
@@ -35,8 +35,10 @@ class StaticPlans:
         self._parts_per_row = -(-meta.max_seq // gpu_plan.SPLIT)
         # As many as one launch has, see Plan: a single row may have more than MAX_PARTS.
         most = max(self._parts_per_row, min(gpu_plan.MAX_PARTS, len(meta.seq_lens) * self._parts_per_row))
-        kinds = list(dict.fromkeys((layer.window, queries_of(layer, dtype, uniform=uniform)) for layer in layers))
         device = meta.block_table.device
+        is_large = has_large_memory(device)
+        queries = [queries_of(layer, dtype, uniform=uniform, is_large=is_large) for layer in layers]
+        kinds = list(dict.fromkeys(zip((layer.window for layer in layers), queries, strict=True)))
 
         def tables(items: int) -> dict[Kind, Tensor]:
             return {kind: torch.zeros(items + 1, ITEM, dtype=torch.int32, device=device) for kind in kinds}

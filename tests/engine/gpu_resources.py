@@ -64,6 +64,7 @@ LAYERS = {
     "Gemma 3 with a window": layer(8, 4, 256, window=1024, softcap=50.0),
     "gpt-oss": layer(64, 8, 64, window=128, sinks="sinks"),
     "Phi-3": layer(32, 32, 96),
+    "Gemma 4": layer(16, 2, 512),
 }
 # Other rotations of the heads of Llama 8B: what they have that its own do not.
 TURNS = {
@@ -92,7 +93,7 @@ FUSED = (
 def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, kind: str, arch: int) -> Arguments:
     """Return the types of the arguments and the constants of a launch, as PagedGPU makes it."""
     uniform = kind == "uniform"
-    queries = 1 if kind == "decode" else queries_of(layer, dtype, uniform=uniform)
+    queries = 1 if kind == "decode" else queries_of(layer, dtype, uniform=uniform, is_large=arch >= 90)
     types = {
         "q_ptr": dtype, "cache_ptr": cache, "scales_ptr": torch.float32 if cache in LARGEST else cache,
         "out_ptr": dtype,
@@ -342,7 +343,8 @@ def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> d
     if kernel is attention.attend:
         dtype = next(each for each, name in NAMES.items() if "*" + name == types["q_ptr"])
         traits = {"is_scaled": constants["SCALED"], "is_large": constants["SKIP"]}
-        options["num_stages"] = attend_stages(constants["QUERIES"], dtype, **traits)
+        heads, kv_heads, dim = (constants[name] for name in ("HEADS", "KV_HEADS", "DIM"))
+        options["num_stages"] = attend_stages(layer(heads, kv_heads, dim), constants["QUERIES"], dtype, **traits)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -39,8 +39,8 @@ def representable(x: torch.Tensor) -> torch.Tensor:
 def small(monkeypatch):
     """Parts and tiles that short sequences fill, so that the interpreter has little to do."""
     monkeypatch.setattr(gpu_plan, "SPLIT", 32)
-    monkeypatch.setattr(paged_gpu, "TILE_ROWS", 16)
-    monkeypatch.setattr(paged_gpu, "FLOAT32_TILE_ROWS", 16)
+    monkeypatch.setattr(paged_gpu, "TILE_ROWS", (16, 16, 16))
+    monkeypatch.setattr(paged_gpu, "FLOAT32_TILE_ROWS", (16, 16, 16))
     monkeypatch.setattr(paged_gpu, "tile", lambda *_, **__: 16)
 
 
@@ -51,6 +51,7 @@ def small(monkeypatch):
         ((1, 12, 16, 16), 4, torch.float32, {"window": 20}),
         ((2, 3, 24, 8), 5, torch.float32, {"softcap": 5.0, "sinks": True}),
         ((1, 1, 40, 40), 16, torch.float32, {"window": 5, "sinks": True}),
+        ((1, 2, 288, 288), 16, torch.int8, {}),
         ((2, 2, 16, 16), 16, torch.int8, {}),
         ((1, 3, 24, 7), 5, torch.int8, {"window": 20, "softcap": 5.0, "sinks": True}),
         ((1, 3, 24, 7), 5, torch.float8_e4m3fn, {"window": 20, "softcap": 5.0, "sinks": True}),
@@ -136,7 +137,8 @@ def test_padding_tokens_are_not_stored(small):
 @pytest.mark.parametrize(
     "layer, dtype, words",
     [
-        (layer_of(1, 512, 512), torch.bfloat16, "heads of up to 256"),
+        (layer_of(1, 640, 640), torch.bfloat16, "heads of up to 512"),
+        (layer_of(1, 512, 512, group=32), torch.bfloat16, "up to 16 query heads of more than 256 numbers per KV head"),
         (layer_of(1, 64, 64), torch.float64, "do not compute in float64"),
         (layer_of(1, 16, 16, group=256), torch.bfloat16, "up to 128 query heads"),
     ],

@@ -27,6 +27,8 @@ CASES = [
     (90, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
     (90, "window bf16 i8", ATTENTION),
     (90, "window bf16 fp8", ATTENTION),
+    (90, "Gemma 4 bf16 i8", ATTENTION),
+    (80, "Gemma 4 bf16 i8", ATTENTION),
     (90, "window fp32 fp32", ATTENTION),
     (90, "largest", LAYERS),
     (90, "logits of Qwen3", LOGITS | CHANGES),
