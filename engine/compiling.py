@@ -24,6 +24,7 @@ from .models.experts import Experts
 from .models.family import BEFORE
 from .models.gpu_layers import add
 from .models.gpu_weights import CodedRows
+from .models.layer_inputs import LayerInputs
 from .models.layers import InFile, Linear
 from .models.norms import RMSNorm, make_norm
 from .models.rope import Rotary
@@ -76,12 +77,15 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     decoder = spec.decoder
     assert decoder is not None
     activation = decoder.activation
-    kinds = {decoder.experts_of(index) is None: index for index in reversed(range(len(decoder.shapes)))}
+    kinds = {
+        (spec.attended[index], decoder.turns[index], decoder.shapes[index], decoder.experts_of(index) is None): index
+        for index in reversed(range(len(decoder.shapes)))
+    }
     layers = [Layer(index, spec, decoder, META, cache=0, is_shared=False) for index in sorted(kinds.values())]
-    layer = layers[0]  # all have the same attention, but for windows and rotary embeddings
-    for kind, turn in dict.fromkeys(zip(spec.layers, decoder.turns, strict=True)):
-        yield partial(_rotate_store, layer, kind, turn, spec, config.block_size)
-    attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
+    for each in layers:
+        yield partial(_rotate_store, each, spec, config.block_size)
+    layer = layers[0]  # all have the same norms
+    attention_norm, mlp_norm, of_input = layer.attention_norm, layer.mlp_norm, layer.input
 
     def numbers(tokens: int, linear: Linear) -> Tensor:
         return torch.empty(tokens, linear.weight.shape[1], dtype=spec.dtype, device=META)
@@ -90,24 +94,32 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     last = make_norm(decoder.hidden_size, decoder.norm_eps, spec.dtype, META, decoder.norm)
     yield partial(on_gpu.add_norm, x, None, last)
     yield partial(on_gpu.normalized, x, x, mlp_norm, layer.attention_after)
-    yield partial(on_gpu.normalized, x, x, attention_norm, layer.mlp_after)
-    if layer.mlp_after is not None:
-        yield partial(add, x, x, layer.mlp_after)
+    at_end = layer.mlp_after if of_input is None else of_input.norm
+    yield partial(on_gpu.normalized, x, x, attention_norm, at_end, layer.scale)
+    if at_end is not None:
+        yield partial(add, x, x, at_end)
+        yield partial(add, x, x, at_end, layer.scale)
     qkv = torch.empty(FEW, len(layer.qkv.weight), dtype=spec.dtype, device=META)
     yield partial(on_gpu.normalize_together, layer, qkv)
     with_mlp = [each for each in layers if each.has_mlp]
-    for each in with_mlp:
-        both = torch.empty(FEW, len(each.gate_up.weight), dtype=spec.dtype, device=META)
-        yield partial(on_gpu.gated, both, activation)
+    widths = {len(each.gate_up.weight) for each in with_mlp}
+    small = []  # linear layers that `quantization` leaves plain
+    if of_input is not None and decoder.inputs is not None:
+        inputs = LayerInputs(spec, decoder, decoder.inputs, META)
+        yield partial(on_gpu.add_norm, torch.empty(FEW, inputs.size, dtype=spec.dtype, device=META), None, inputs.norm)
+        widths.add(2 * inputs.size)
+        small = [of_input.gate, of_input.projection, inputs.projection]
+    for width in sorted(widths):
+        yield partial(on_gpu.gated, torch.empty(FEW, width, dtype=spec.dtype, device=META), activation)
     head = Linear(spec.vocab_size, decoder.hidden_size, False, spec.dtype, META)
     experts = [each.experts for each in layers if each.experts is not None]
     uniform = (skinny.UNIFORM_FLOAT32 if spec.dtype == torch.float32 else skinny.UNIFORM)[0]
     if config.batch_invariant:
         wide = [head, *(mixture.router for mixture in experts)]
-        linears = [linear for each in layers for linear in each.linears]
-        linears += [linear for mixture in experts for linear in mixture.shared or ()]
+        linears = [] if spec.on_gpu else [linear for each in layers for linear in each.linears]
+        linears += [] if spec.on_gpu else [linear for mixture in experts for linear in mixture.shared or ()]
         for tile in uniform.values():
-            yield partial(_products, [] if spec.on_gpu else linears, tile, None)
+            yield partial(_products, [*linears, *small], tile, None)
             yield partial(_products, wide, tile, torch.float32)
     elif spec.dtype != torch.float32:
         for tile in dict.fromkeys(itertools.chain(*CANDIDATES.values())):
@@ -161,11 +173,10 @@ def _before_residuals(linears: Sequence[Linear], tile: skinny.Tile, rows: int) -
         on_gpu.before_residual(linear, tile, x, residual)
 
 
-def _rotate_store(layer: Layer, kind: AttentionLayer, turn: int, spec: ModelSpec, block_size: int) -> None:
-    """`turn`: the index of the rotary embedding, see Layer."""
+def _rotate_store(layer: Layer, spec: ModelSpec, block_size: int) -> None:
     assert spec.decoder is not None
-    backend = PagedGPU()
-    cache = backend.allocate(kind, 2, block_size, spec.cache_dtype, META)
+    backend, turn = PagedGPU(), layer.turn
+    cache = backend.allocate(spec.attended[layer.index], 2, block_size, spec.cache_dtype, META)
     plan = backend.plan(AttentionMeta.of([([1], 0, FEW)], block_size, META))
     qkv = torch.empty(FEW, len(layer.qkv.weight), dtype=spec.dtype, device=META)
     rotation = None

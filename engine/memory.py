@@ -34,9 +34,10 @@ MIN_TOKENS = 512
 # The sampler's memory per logit: the logit and a copy (float32), the weight (int64), its sum and a filtered copy.
 SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 # What the driver keeps of a CUDA graph, and of a launch in it, at most; the launches of a layer, and those more if it
-# has experts, or norms of all heads together; and the workspace that cuBLAS allocates for the stream of the captures.
+# has experts, experts beside an MLP, norms of all heads together, or an input of its own; and the workspace that cuBLAS
+# allocates for the stream of the captures.
 GRAPH_BYTES, LAUNCH_BYTES = 256 << 10, 16 << 10
-LAYER_LAUNCHES, EXPERT_LAUNCHES, NORM_LAUNCHES = 10, 3, 2
+LAYER_LAUNCHES, EXPERT_LAUNCHES, BESIDE_LAUNCHES, NORM_LAUNCHES, INPUT_LAUNCHES = 10, 3, 12, 2, 5
 WORKSPACE_BYTES = 32 << 20
 # The launches of the graphs of a number of drawing rows, and the tables of counts of a row, see TritonLogits.
 DRAW_LAUNCHES, DRAW_TABLES = 40, 64 << 10
@@ -100,11 +101,14 @@ def graph_bytes(spec: ModelSpec, config: EngineConfig, backend: type[AttentionBa
     decoder = spec.decoder
     if config.device == "cpu" or config.enforce_eager or not backend.capturable:
         return 0
-    if decoder is None or decoder.difference_on_gpu is not None:  # these layers are not captured
+    if decoder is None:  # its layers are not captured
         return 0
     sizes = graph_sizes.sizes(config.max_seqs, config.max_batched_tokens)
-    of_layer = LAYER_LAUNCHES + EXPERT_LAUNCHES * (decoder.experts is not None)
-    launches = len(sizes.all) * (of_layer + NORM_LAUNCHES * (decoder.qk_norm == "all")) * len(spec.layers)
+    of_layer = LAYER_LAUNCHES + NORM_LAUNCHES * (decoder.qk_norm == "all")
+    of_layer += INPUT_LAUNCHES * (decoder.inputs is not None)
+    if decoder.experts is not None:
+        of_layer += EXPERT_LAUNCHES + BESIDE_LAUNCHES * decoder.experts.is_beside
+    launches = len(sizes.all) * of_layer * len(decoder.shapes)
     # The graphs share their intermediate results, and the copy of the hidden states that they return.
     shared = sizes.largest * (_token_bytes(spec) + decoder.hidden_size * spec.dtype.itemsize)
     # The logits stay in memory of their own; the head's result and the weights are intermediate results.
@@ -195,7 +199,7 @@ def _arrange(
     blocks_for = partial(groups.blocks_for, block_size=config.block_size, chunk=config.max_batched_tokens)
     graphs = graph_bytes(spec, config, backend)
     if graphs and spec.decoder is not None:  # they read angles of all positions, in float32
-        graphs += len(spec.decoder.ropes) * config.max_len * spec.decoder.shapes[0].head_dim * 4
+        graphs += sum(rope.head_dim for rope in spec.decoder.ropes) * config.max_len * 4
     fixed = weights + activations + graphs
     parts = f"weights of {_gb(weights)} and {_gb(activations)} of activations"
     if graphs:

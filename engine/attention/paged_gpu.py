@@ -49,6 +49,7 @@ class HeadNorms(NamedTuple):
     k: Tensor
     eps: float
     is_wide: bool = False  # multiplied by the weight in float32, and rounded once
+    has_values: bool = False  # values are divided by their root mean square
 
 
 class Rotation(NamedTuple):
@@ -164,7 +165,9 @@ class PagedGPU:
     def attend_qkv(
         self,
         cache: LayerCache,
-        qkv: Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim]
+        # [tokens, (heads + n * kv_heads) * head_dim]; n = 2: keys and values; 1: keys alone, which are the values as
+        # well before they are normalized and rotated; 0: the cache has both already
+        qkv: Tensor,
         rotation: Rotation | None,  # None: nothing is rotated
         norms: HeadNorms | None,
         plan: Plan,
@@ -187,13 +190,15 @@ class PagedGPU:
         layer, view = cache.layer, _View(cache)
         group, half = power_of_two(layer.num_heads // layer.num_kv_heads), power_of_two(layer.head_dim // 2)
         turn = rotation or Rotation(qkv, qkv)  # which are not read
+        own = (qkv.shape[1] // layer.head_dim - layer.num_heads) // layer.num_kv_heads
         launch(kernels.rotate_store, (qkv.shape[0], layer.num_kv_heads),
             qkv, qkv if norms is None else norms.q, qkv if norms is None else norms.k, turn.positions, turn.angles,
             qkv if turn.query_scales is None else turn.query_scales,
             plan.tables(cache).slot_mapping, view.tensor, view.scales, 0.0 if norms is None else norms.eps,
             qkv.stride(0), *view.strides,
             HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, GROUP_P=group, HALF_P=half,
-            BLOCK=cache.block_size, NORM=norms is not None, WIDE=norms is not None and norms.is_wide,
+            BLOCK=cache.block_size, OWN=own, NORM=norms is not None, WIDE=norms is not None and norms.is_wide,
+            NORM_VALUES=norms is not None and norms.has_values and own > 0,
             TURNED=0 if rotation is None else 2 * rotation.angles.shape[2], INTERLEAVED=turn.is_interleaved,
             WIDE_TURN=turn.is_wide, PERIOD=turn.period, SCALED=view.is_scaled,
             num_warps=warps(2 * group * half), enable_fp_fusion=False, **dependence(qkv.device),

@@ -213,8 +213,8 @@ class Decoder:
         inputs = [] if self.inputs is None else self.inputs.in_files.values()
         linears = {self.head, *inputs, *(linear for layer in self.layers for _, linear, *_ in layer.parts())}
         self.saved_bytes = sum(linear.saved_bytes for linear in linears)
-        parts = self.spec, self.embedding, self.layers, self.rotaries
-        fused = Fused.of(self.product.kernels, *parts)
+        parts = self.spec, self.embedding, self.layers, self.rotaries, self.inputs
+        fused = Fused.of(self.product.kernels, *parts[:4])
         if fused is not None:
             self.executors.insert(0, fused)
         on_gpu, self.product = gpu_choice.choose(

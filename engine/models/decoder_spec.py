@@ -80,8 +80,18 @@ class DecoderSpec:
     @property
     def difference(self) -> str | None:
         """Return what these layers have that executors for Llama's layers cannot compute, or None."""
-        if found := self.difference_on_gpu:
-            return found
+        if self.experts is not None and self.experts.is_beside:
+            return "experts beside an MLP"
+        if self.inputs is not None:
+            return "inputs of each layer's own"
+        if any(shape.shares is not None for shape in self.shapes):
+            return "layers that share keys and values"
+        if len(set(self.shapes)) > 1:
+            return "layers of several sizes"
+        if self.norms_values:
+            return "norms of values"
+        if self.scales_layers:
+            return "scales of each layer's result"
         if self.is_parallel:
             return "attention beside the MLP"
         if self.qk_norm == "all":
@@ -95,21 +105,6 @@ class DecoderSpec:
         if self.norm != PLAIN:
             return "norms of another kind than RMSNorm"
         return "attention sinks" if self.has_sinks else None
-
-    @property
-    def difference_on_gpu(self) -> str | None:
-        """Return what these layers have that OnGPU cannot compute, or None."""
-        if self.experts is not None and self.experts.is_beside:
-            return "experts beside an MLP"
-        if self.inputs is not None:
-            return "inputs of each layer's own"
-        if any(shape.shares is not None for shape in self.shapes):
-            return "layers that share keys and values"
-        if len(set(self.shapes)) > 1:
-            return "layers of several sizes"
-        if self.norms_values:
-            return "norms of values"
-        return "scales of each layer's result" if self.scales_layers else None
 
     @property
     def caches(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from ..kernels.library import Choice
 from . import gpu_experts, invariance, on_gpu, scaled
 from .decoder_layer import Layer
 from .experts import Experts
+from .gpu_layers import add_norm
+from .layer_inputs import LayerInputs
 from .layers import Linear
 from .norms import RMSNorm
 from .on_gpu import OnGPU
@@ -18,7 +21,8 @@ from .rope import Rotary
 from .skinny import Choices
 from .spec import ModelSpec
 
-Parts = tuple[ModelSpec, Linear, Sequence[Layer], Sequence[Rotary]]  # embedding, layers, and rotary embeddings
+# Embedding, layers, rotary embeddings, and the inputs that layers have of their own
+Parts = tuple[ModelSpec, Linear, Sequence[Layer], Sequence[Rotary], LayerInputs | None]
 
 
 def choose(
@@ -46,7 +50,8 @@ def choose(
         if device.type == "cuda":
             product = replace(product, note=f"torch computes norms and gates of layers: {objection}")
         return None, product
-    norm.use(lambda x: on_gpu.add_norm(x, None, norm))
+    for each in (norm, *(() if parts[4] is None else (parts[4].norm,))):
+        each.use(partial(add_norm, added=None, norm=each))
     choices: Choices = {}
     if product.is_uniform:
         problem = invariance.settle(*parts, linears=linears, project=project)
@@ -56,7 +61,7 @@ def choose(
     else:
         choices = found
         on_gpu.choose_head(head)
-    return OnGPU(*parts, choices), product
+    return OnGPU(*parts, choices=choices), product
 
 
 def _experts(layers: Sequence[Layer]) -> Iterator[Experts]:

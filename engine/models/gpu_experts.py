@@ -87,12 +87,13 @@ class RoutedExperts:
         spec, tokens = self.spec, len(logits)
         weights = torch.empty(tokens, spec.active, dtype=torch.float32, device=logits.device)
         chosen = torch.empty(tokens, spec.active, dtype=torch.int32, device=logits.device)
-        correction = self._experts.correction
+        correction, scales = self._experts.correction, self._experts.scales
         count = power_of_two(spec.count)
         launch(kernels.choose, (tokens,),
-            logits.contiguous(), logits if correction is None else correction, weights, chosen, self._scale,
+            logits.contiguous(), logits if correction is None else correction, logits if scales is None else scales,
+            weights, chosen, self._scale,
             EXPERTS=spec.count, EXPERTS_P=count, ACTIVE=spec.active, ACTIVE_P=power_of_two(spec.active),
-            SIGMOID=spec.sigmoids is not None, NORMALIZE=spec.is_normalized,
+            SIGMOID=spec.sigmoids is not None, NORMALIZE=spec.is_normalized, SCALES=scales is not None,
             num_warps=warps(count),
         )  # fmt: skip
         return weights, chosen

@@ -13,26 +13,34 @@ from .skinny import Clamp, gate_constants
 GATE_TILE = 1024
 
 
-def add_norm(x: Tensor, added: Tensor | None, norm: RMSNorm, after: RMSNorm | None = None) -> Tensor:
+def add_norm(
+    x: Tensor, added: Tensor | None, norm: RMSNorm, after: RMSNorm | None = None, scale: Tensor | None = None
+) -> Tensor:
     """Add to x [tokens, hidden_size] in place, and return its norm. None: there is nothing to add.
 
-    `after`: the norm of what is added; it is of the same kind.
+    `after`: the norm of what is added; it is of the same kind. `scale`: [1], what the sum is multiplied by.
     """
     normed = torch.empty_like(x)
-    assert x.is_contiguous() and (added is None or added.is_contiguous())
-    _launch(x, added, after, norm, normed, row=x.shape[1])
+    assert x.is_contiguous() and (added is None or added.is_contiguous()) and (scale is None or added is not None)
+    _launch(x, added, after, norm, normed, row=x.shape[1], scale=scale)
     return normed
 
 
-def add(x: Tensor, added: Tensor | None, after: RMSNorm | None) -> None:
-    """Add to x [tokens, hidden_size] in place; `after`: the norm of what is added. None: there is nothing to add."""
+def add(x: Tensor, added: Tensor | None, after: RMSNorm | None, scale: Tensor | None = None) -> None:
+    """Add to x [tokens, hidden_size] in place; `after`: the norm of what is added. None: there is nothing to add.
+
+    `scale`: [1], what the sum is multiplied by.
+    """
     if added is None:
+        assert scale is None
         return
     if after is None:
         x.add_(added)
+        if scale is not None:
+            x.mul_(scale)
         return
     assert x.is_contiguous() and added.is_contiguous()
-    _launch(x, added, after, None, x, row=x.shape[1])
+    _launch(x, added, after, None, x, row=x.shape[1], scale=scale)
 
 
 def normalize(x: Tensor, first: int, norm: RMSNorm) -> None:
@@ -43,7 +51,14 @@ def normalize(x: Tensor, first: int, norm: RMSNorm) -> None:
 
 
 def _launch(
-    x: Tensor, added: Tensor | None, after: RMSNorm | None, norm: RMSNorm | None, normed: Tensor, *, row: int
+    x: Tensor,
+    added: Tensor | None,
+    after: RMSNorm | None,
+    norm: RMSNorm | None,
+    normed: Tensor,
+    *,
+    row: int,
+    scale: Tensor | None = None,
 ) -> None:
     from ..kernels.gpu import layers as kernels
 
@@ -51,10 +66,10 @@ def _launch(
     width, first = power_of_two(size), norm or after
     assert first is not None
     launch(kernels.add_norm, (tokens,),
-        x, x if added is None else added, x if after is None else after.gain, x if norm is None else norm.gain, normed,
-        first.eps,
-        SIZE=size, SIZE_P=width, ROW=row, ADD=added is not None, AFTER=after is not None, NORM=norm is not None,
-        WIDE=first.kind.is_wide, CENTERED=first.kind.is_centered, num_warps=warps(width),
+        x, x if added is None else added, x if after is None else after.gain, x if scale is None else scale,
+        x if norm is None else norm.gain, normed, first.eps,
+        SIZE=size, SIZE_P=width, ROW=row, ADD=added is not None, AFTER=after is not None, SCALE=scale is not None,
+        NORM=norm is not None, WIDE=first.kind.is_wide, CENTERED=first.kind.is_centered, num_warps=warps(width),
     )  # fmt: skip
 
 

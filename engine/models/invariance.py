@@ -21,11 +21,12 @@ from ..kernels.library import Choice
 from . import on_gpu, skinny
 from .decoder_layer import Layer
 from .forward import Forward
+from .layer_inputs import LayerInputs
 from .layers import Linear
 from .rope import Rotary
 from .spec import ModelSpec
 
-Parts = tuple[ModelSpec, Linear, Sequence[Layer], Sequence[Rotary]]  # of a model, see OnGPU
+Parts = tuple[ModelSpec, Linear, Sequence[Layer], Sequence[Rotary], LayerInputs | None]  # of a model, see OnGPU
 Chunk = tuple[int, int, int]  # of a step: the sequence, its first token, and the one after its last
 BLOCK = 16  # tokens per block
 # Tokens of the sequence that is computed beside the other one, and rows of logits: more than a product of few rows has.
@@ -50,12 +51,13 @@ def settle(
     embedding: Linear,
     layers: Sequence[Layer],
     rotaries: Sequence[Rotary],
+    inputs: LayerInputs | None = None,
     *,
     linears: Iterable[Linear],  # all of the model's, the head included
     project: Callable[[Tensor], Tensor],  # Decoder.project
 ) -> str | None:
     """Let our kernels compute all products, with tiles that pass the proof; return why none do, or None."""
-    parts, linears = (model, embedding, layers, rotaries), list(linears)
+    parts, linears = (model, embedding, layers, rotaries, inputs), list(linears)
     device = embedding.weight.device
     reason = paged_gpu.trial(model.layers, model.dtype, model.cache_dtype, device, invariant=True)
     if reason is not None:
@@ -90,33 +92,35 @@ def proof(parts: Parts, project: Callable[[Tensor], Tensor]) -> str | None:
 
 def _first_of_each_kind(parts: Parts) -> list[Layer]:
     """Return a layer for each kind of attention and of quantized weights."""
-    model, _, layers, _ = parts
+    model, _, layers, *_ = parts
     found: dict[object, Layer] = {}
     for layer in layers:
         linears = dict.fromkeys(linear for _, linear, *_ in layer.parts())
         forms = tuple(None if each.quantized is None else each.quantized.forms for each in linears)
-        found.setdefault((model.layers[layer.index], layer.turn, forms), layer)
+        found.setdefault((model.attended[layer.index], layer.shape, layer.turn, forms), layer)
     return list(found.values())
 
 
 def _runs(parts: Parts, layer: Layer) -> Iterator[list[Tensor]]:
     """Yield the hidden states of one sequence behind a layer, in pieces: as one chunk, then as several steps."""
-    model, embedding, _, rotaries = parts
+    model, embedding, layers, rotaries, inputs = parts
     device = embedding.weight.device
     length = gpu_plan.SPLIT * 5 // 4 + 5  # more than a part of a context, and no multiple of a tile
     blocks = _blocks(0, length), _blocks(-(-length // BLOCK), OTHERS + 2)
-    executor = on_gpu.OnGPU(model, embedding, [layer], rotaries)
+    owners = [] if layer.shape.shares is None else [layers[layer.shape.shares]]  # of the keys that it attends to
+    executor = on_gpu.OnGPU(model, embedding, [*owners, layer], rotaries, inputs)
 
     def run(steps: Sequence[Sequence[Chunk]]) -> list[Tensor]:
         cache = KVCache.allocate(
             PagedGPU(invariant=True),
-            [model.layers[layer.index]],
+            [model.attended[layer.index]],
             num_blocks=sum(map(len, blocks)),
             block_size=BLOCK,
             dtype=model.cache_dtype,
             device=device,
             sinks=on_gpu.sinks_of([layer]),
         )
+        cache.layers *= layer.cache + 1  # where the layer looks for its own
         pieces = []
         for chunks in steps:
             positions = torch.cat([torch.arange(first, last, device=device) for _, first, last in chunks])

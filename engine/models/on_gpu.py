@@ -2,7 +2,8 @@
 
 A layer takes nine launches, and a tenth if the step has prompts beside decodes. With few rows our kernels may compute
 products as well, with the norm, the gate and the residual: six launches. A layer of experts takes three more, and our
-kernels compute the experts' products for any number of rows. Norms of all heads together take two more.
+kernels compute the experts' products for any number of rows. Norms of all heads together take two more, and an input
+of the layer's own five.
 decoder_layer.py computes the same in torch: it is used where these kernels cannot be, and it is the tests' oracle.
 """
 
@@ -26,11 +27,13 @@ from . import gpu_experts
 from .decoder_layer import Layer
 from .decoder_spec import DecoderSpec, sinks_name
 from .executor import Eager
+from .experts import Beside
 from .family import BEFORE
 from .forward import Forward
 from .gpu_experts import RoutedExperts
 from .gpu_layers import add, add_norm, gated, normalize
 from .gpu_weights import relative
+from .layer_inputs import LayerInput, LayerInputs
 from .layers import Gated, Linear
 from .norms import RMSNorm
 from .rope import Rotary
@@ -65,10 +68,12 @@ class OnGPU:
         embedding: Linear,
         layers: Sequence[Layer],
         rotaries: Sequence[Rotary],
+        inputs: LayerInputs | None = None,
+        *,
         choices: Choices | None = None,  # None: torch computes all products with plain weights
     ) -> None:
         assert model.decoder is not None
-        self._embedding, self._layers, self._rotaries = embedding, layers, rotaries
+        self._embedding, self._layers, self._rotaries, self._inputs = embedding, layers, rotaries, inputs
         self._choices = choices or {}
         self._decoder, self._activation = model.decoder, model.decoder.activation
         self._head_norms = [head_norms(layer) for layer in layers]
@@ -85,21 +90,23 @@ class OnGPU:
         longest, positions = plan.meta.max_seq, forward.positions
         rotations = [rotation_of(rotary, self._decoder, positions, longest) for rotary in self._rotaries]
         x = self._embedding.rows(forward.ids)  # the residual stream, updated in place
-        added, after = None, None  # what is to be added to it, and its norm
+        inputs = None if self._inputs is None else self._inputs(forward.ids, x)
+        added, after, scale = None, None, None  # what is to be added to it, its norm, and the scale of the sum
         tiles, act = tiles_of(self._choices, len(x)), self._activation
-        parts = zip(self._layers, cache.layers, self._head_norms, self._experts, strict=True)
-        for layer, layer_cache, norms, experts in parts:
+        for layer, norms, experts in zip(self._layers, self._head_norms, self._experts, strict=True):
             normed = None  # the input of attention and of the MLP beside it
             if layer.spec.is_parallel:
-                normed = normalized(x, added, layer.attention_norm, after)
+                normed = normalized(x, added, layer.attention_norm, after, scale)
                 qkv = layer.qkv(normed)
             else:
-                qkv = after_norm(layer.qkv, tiles.qkv, x, added, layer.attention_norm, activation=act, after=after)
+                before = layer.attention_norm
+                qkv = after_norm(layer.qkv, tiles.qkv, x, added, before, activation=act, after=after, scale=scale)
             normalize_together(layer, qkv)
             rotation = None if layer.turn < 0 else rotations[layer.turn]
-            seen = backend.attend_qkv(layer_cache, qkv, rotation, norms, plan)
+            seen = backend.attend_qkv(cache.layers[layer.cache], qkv, rotation, norms, plan)
             added, after = before_residual(layer.output, tiles.output, seen.flatten(1), x), layer.attention_after
-            if experts is not None:
+            scale = layer.scale
+            if experts is not None and layer.beside is None:
                 experts.add_to(x, normalized(x, added, layer.mlp_norm, after))
                 added, after = None, None
                 continue
@@ -109,8 +116,26 @@ class OnGPU:
             else:
                 inner = after_norm(layer.gate_up, tiles.gate_up, x, added, layer.mlp_norm, activation=act, after=after)
             added, after = before_residual(layer.down, tiles.down, inner, x), layer.mlp_after
-        add(x, added, after)
+            if experts is not None and layer.beside is not None and added is not None:
+                added = with_experts(layer.beside, experts, added, x)
+            if layer.input is not None and inputs is not None:
+                add(x, added, after)
+                added, after = own_input(layer.input, x, inputs[layer.index], act), layer.input.norm
+        add(x, added, after, scale)
         return x
+
+
+def with_experts(beside: Beside, experts: RoutedExperts, mlp: Tensor, x: Tensor) -> Tensor:
+    """Return the output of an MLP with that of the experts beside it, as Beside does; x: the residual stream."""
+    total, found = add_norm(mlp, None, beside.of_mlp), torch.zeros_like(x)
+    experts.compute(found, add_norm(x, None, beside.before), *experts.route(add_norm(x, None, beside.of_router)))
+    add(total, found, beside.after)
+    return total
+
+
+def own_input(layer: LayerInput, x: Tensor, own: Tensor, activation: str) -> Tensor:
+    """Return what a layer adds for its own input [tokens, size], before the norm: [tokens, hidden_size]."""
+    return layer.projection(gated(torch.cat([layer.gate(x), own], -1), activation))
 
 
 def rotation_of(rotary: Rotary, decoder: DecoderSpec, positions: Tensor, length: int) -> Rotation:
@@ -121,11 +146,11 @@ def rotation_of(rotary: Rotary, decoder: DecoderSpec, positions: Tensor, length:
 
 
 def head_norms(layer: Layer) -> HeadNorms | None:
-    """Return the norms of each query and key of a layer, if it has them."""
+    """Return the norms of each query and key of a layer, if it has them, and of each value."""
     q, k = layer.q_norm, layer.k_norm
-    if q is None or k is None or layer.spec.qk_norm == "all":
+    if q is None or layer.spec.qk_norm == "all":
         return None
-    return HeadNorms(q.gain, k.gain, q.eps, q.kind.is_wide)
+    return HeadNorms(q.gain, (k or q).gain, q.eps, q.kind.is_wide, layer.v_norm is not None)
 
 
 def normalize_together(layer: Layer, qkv: Tensor) -> None:
@@ -135,12 +160,14 @@ def normalize_together(layer: Layer, qkv: Tensor) -> None:
         normalize(qkv, len(layer.q_norm.weight), layer.k_norm)
 
 
-def normalized(x: Tensor, added: Tensor | None, norm: RMSNorm | None, after: RMSNorm | None) -> Tensor:
+def normalized(
+    x: Tensor, added: Tensor | None, norm: RMSNorm | None, after: RMSNorm | None, scale: Tensor | None = None
+) -> Tensor:
     """Add to x [tokens, hidden_size] in place, and return its norm; None: x itself. `after`: the norm of what is
-    added."""
+    added. `scale`: that of the sum."""
     if norm is not None:
-        return add_norm(x, added, norm, after)
-    add(x, added, after)
+        return add_norm(x, added, norm, after, scale)
+    add(x, added, after, scale)
     return x
 
 
@@ -158,14 +185,15 @@ def after_norm(
     *,
     activation: str,
     after: RMSNorm | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Do as `normalized`, and return the `product` of what it returns."""
     if tile is not None:
-        assert norm is not None and after is None
+        assert norm is not None and after is None and scale is None
         add(x, added, None)
         is_gated = isinstance(linear, Gated)
         return linear.few(x, tile, norm=(norm.gain, norm.eps), activation=activation if is_gated else "")
-    return product(linear, normalized(x, added, norm, after), activation)
+    return product(linear, normalized(x, added, norm, after, scale), activation)
 
 
 def before_residual(linear: Linear, tile: Tile | None, x: Tensor, residual: Tensor) -> Tensor | None:
@@ -176,7 +204,13 @@ def before_residual(linear: Linear, tile: Tile | None, x: Tensor, residual: Tens
     return None
 
 
-def choose(model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotaries: Sequence[Rotary]) -> Choices | str:
+def choose(
+    model: ModelSpec,
+    embedding: Linear,
+    layers: Sequence[Layer],
+    rotaries: Sequence[Rotary],
+    inputs: LayerInputs | None = None,
+) -> Choices | str:
     """Return which products of few rows our kernel computes, or why none. It is tried, and measured.
 
     The measurement replays each product from a CUDA graph, on the weights of as many layers as no cache holds.
@@ -186,12 +220,12 @@ def choose(model: ModelSpec, embedding: Linear, layers: Sequence[Layer], rotarie
     are_plain &= model.decoder.norms == BEFORE  # our kernel adds to the residual stream what has no norm
     if not are_plain or not is_measurable(embedding.weight):
         return {}
-    parts = model, embedding, layers, rotaries
+    parts = model, embedding, layers, rotaries, inputs
     tried: set[Tiles] = set()
     for rows in reversed(CANDIDATES):  # the same tiles are tried with most rows
         each = [candidates(part, rows, model.dtype) for part in Tiles._fields]
         for tiles in map(Tiles._make, itertools.zip_longest(*each)):
-            if tiles not in tried and (reason := trial(*parts, {rows: tiles})):
+            if tiles not in tried and (reason := trial(*parts, choices={rows: tiles})):
                 return reason
             tried.add(tiles)
     try:
@@ -275,8 +309,6 @@ def objection(model: ModelSpec, device: torch.device, kernels: Kernels | None) -
     assert model.decoder is not None
     if kernels is not None:
         return "the weights are packed for a CPU"
-    if difference := model.decoder.difference_on_gpu:
-        return f"the model has {difference}"
     if model.decoder.hidden_size > MAX_HIDDEN:
         return f"the Triton kernels serve hidden states of up to {MAX_HIDDEN} numbers"
     if model.decoder.qk_norm == "all" and model.decoder.rows(0)[0] > MAX_HIDDEN:
@@ -315,19 +347,21 @@ def trial(
     embedding: Linear,
     layers: Sequence[Layer],
     rotaries: Sequence[Rotary],
-    choices: Choices | None = None,
+    inputs: LayerInputs | None = None,
     *,
+    choices: Choices | None = None,
     invariant: bool = False,
 ) -> str | None:
-    """Compute the first layers for a few tokens, up to the first ones with experts, with an MLP, with a rotary
-    embedding and without; return why the kernels cannot be used, or None.
+    """Compute a few tokens by the first layers of each size, with experts, with an MLP, with a rotary embedding and
+    without, one after the other; return why the kernels cannot be used, or None.
 
     `choices`: see OnGPU; as many tokens as the largest has are computed. `invariant`: see PagedGPU. The compiled
     kernels are kept, so this costs a start no more than their first use would.
     """
     device = embedding.weight.device
-    kinds = {(layer.experts is None, layer.turn < 0): place for place, layer in reversed([*enumerate(layers)])}
-    first = layers[: 1 + max(kinds.values())]
+    kinds = {(layer.shape, layer.experts is None, layer.turn < 0): layer.index for layer in reversed(layers)}
+    owners = (layers[index].shape.shares for index in kinds.values())  # of the keys and values that they share
+    first = [layers[index] for index in sorted({*kinds.values(), *(index for index in owners if index is not None)})]
     mixture = next((layer.experts for layer in first if layer.experts is not None), None)
     count = max([*(choices or [TRIAL_TOKENS]), *([MANY_TOKENS] if mixture is not None else [])])
     num_blocks = -(-count // TRIAL_BLOCK)
@@ -338,16 +372,17 @@ def trial(
         # The tokens see each other, wherever their positions are.
         meta = AttentionMeta.of([(list(range(num_blocks)), 0, count)], TRIAL_BLOCK, device)
         meta = replace(meta, max_seq=int(positions.max()) + 1)
-        for executor in (OnGPU(model, embedding, first, rotaries, choices), Eager(embedding, first, rotaries)):
+        ours = OnGPU(model, embedding, first, rotaries, inputs, choices=choices)
+        for executor in (ours, Eager(embedding, first, rotaries, inputs)):
             backend = _Heard(invariant=invariant)
             cache = KVCache.allocate(
                 backend,
-                model.layers[: len(first)],
+                model.layers[: 1 + max(layer.cache for layer in first)],
                 num_blocks=num_blocks,
                 block_size=TRIAL_BLOCK,
                 dtype=model.cache_dtype,
                 device=device,
-                sinks=sinks_of(first),
+                sinks=sinks_of(layers),
             )
             forward = Forward(tokens % model.vocab_size, positions, cache.plan(meta), cache, tokens)
             results.append(executor.run(forward).double())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,6 +69,33 @@ MODELS = {
         "architectures": ["Ministral3ForCausalLM"],
         "model_type": "ministral3",
         "rope_parameters": {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1},
+    },
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 512,
+    },
+    "gemma4_moe": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 16,
+        "top_k_experts": 4,
+        "moe_intermediate_size": 32,
     },
     "cohere2": {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "sliding_window_pattern": 2},
     "glm4_moe": {
@@ -159,12 +187,13 @@ def serve(spec: ModelSpec, choices: Choices | None, *, is_uniform: bool, form: F
     routers = [layer.experts.router for layer in model.layers if layer.experts is not None]
     for router in routers:
         router._is_wide = is_uniform or router.bias is None
-    model.norm.use(lambda x: on_gpu.add_norm(x, None, model.norm))
+    for norm in (model.norm, *(() if model.inputs is None else (model.inputs.norm,))):
+        norm.use(partial(on_gpu.add_norm, added=None, norm=norm))
     backend = PagedGPU(invariant=is_uniform)
     cache = KVCache.allocate(
         backend, spec.layers, num_blocks=16, block_size=16, dtype=torch.bfloat16, device=CPU, sinks=model.sinks
     )
-    executor = OnGPU(spec, model.embedding, model.layers, model.rotaries, choices)
+    executor = OnGPU(spec, model.embedding, model.layers, model.rotaries, model.inputs, choices=choices)
     for rows in ([([1], 0, 9), ([2], 5, 1)], [([1], 9, 1)], [([1], 9, 1), ([3], 0, 1)], [(list(range(5)), 0, 70)]):
         positions = torch.cat([torch.arange(first, first + count) for _, first, count in rows])
         plan = cache.plan(AttentionMeta.of(rows, 16))

@@ -130,17 +130,20 @@ def rotate_store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, 
     constants = {
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim,
         "GROUP_P": power_of_two(layer.num_heads // layer.num_kv_heads), "HALF_P": power_of_two(layer.head_dim // 2),
-        "BLOCK": 16, "NORM": True, "WIDE": False, "TURNED": layer.head_dim, "INTERLEAVED": False, "WIDE_TURN": False,
-        "PERIOD": 0, "SCALED": cache in LARGEST, "DEPENDENT": arch >= 90,
+        "BLOCK": 16, "OWN": 2, "NORM": True, "WIDE": False, "NORM_VALUES": layer.head_dim > 256,
+        "TURNED": layer.head_dim, "INTERLEAVED": False, "WIDE_TURN": False, "PERIOD": 0, "SCALED": cache in LARGEST,
+        "DEPENDENT": arch >= 90,
     }  # fmt: skip
     return signature, constants
 
 
 def add_norm(size: int, dtype: torch.dtype, *, centered: bool) -> Arguments:
-    signature = dict.fromkeys(("x_ptr", "added_ptr", "after_ptr", "weight_ptr", "normed_ptr"), "*" + NAMES[dtype])
+    signature = dict.fromkeys(
+        ("x_ptr", "added_ptr", "after_ptr", "scale_ptr", "weight_ptr", "normed_ptr"), "*" + NAMES[dtype]
+    )
     constants = {
-        "SIZE": size, "SIZE_P": power_of_two(size), "ROW": size, "ADD": True, "AFTER": True, "NORM": True,
-        "WIDE": centered, "CENTERED": centered,
+        "SIZE": size, "SIZE_P": power_of_two(size), "ROW": size, "ADD": True, "AFTER": True, "SCALE": True,
+        "NORM": True, "WIDE": centered, "CENTERED": centered,
     }  # fmt: skip
     return signature | {"eps": "fp32"}, constants
 
@@ -173,9 +176,10 @@ def few(
 def chosen(count: int, active: int) -> Arguments:
     """Return the types of the arguments and the constants of the choice of experts."""
     signature = {"logits_ptr": "*fp32", "correction_ptr": "*fp32", "weights_ptr": "*fp32", "chosen_ptr": "*i32"}
+    signature["scales_ptr"] = "*bf16"
     constants = {
         "EXPERTS": count, "EXPERTS_P": power_of_two(count), "ACTIVE": active, "ACTIVE_P": power_of_two(active),
-        "SIGMOID": True, "NORMALIZE": True,
+        "SIGMOID": True, "NORMALIZE": True, "SCALES": True,
     }  # fmt: skip
     return signature | {"scale": "fp32"}, constants
 

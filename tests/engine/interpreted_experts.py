@@ -239,6 +239,7 @@ MIXTURES = [
     "qwen3_vl_moe",
     "granitemoe",
     "glm4_moe",
+    "gemma4_text-experts",
 ]
 
 

@@ -76,14 +76,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "num_hidden_layers": 2,
     },
-    "qwen2": {  # two groups of layers
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 8,
-        "max_window_layers": 1,
-        "num_hidden_layers": 2,
-    },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
     "ministral3": {
@@ -91,12 +83,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "ministral3",
         "rope_parameters": {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
     },
-    "cohere2": {  # of which the second layer has no rotary embedding
+    "cohere2": {  # two groups of layers; the second one has no rotary embedding
         "architectures": ["Cohere2ForCausalLM"],
         "model_type": "cohere2",
         "sliding_window_pattern": 2,
         "sliding_window": 8,
         "num_hidden_layers": 2,
+    },
+    "gemma4": {  # layers of two sizes, of which the last one has the keys and values of the one before
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "sliding_window": 8,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 96,
+        "hidden_activation": "gelu_pytorch_tanh",
     },
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],
@@ -212,9 +216,9 @@ def tokens_and_logprobs(deltas: list[Any]) -> tuple[list[int], list[float]]:
     [
         ("ministral3", False),
         ("mistral", True),
-        ("qwen2", True),
         ("olmo2", True),
         ("cohere2", True),
+        ("gemma4", True),
         ("gpt_oss", True),
     ],
 )

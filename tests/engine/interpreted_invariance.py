@@ -267,7 +267,7 @@ def test_the_proof_fails_if_a_product_depends_on_the_number_of_rows(tmp_path, mo
         return multiply(x, *args, **more) * (1 + 2.0**-20 * (len(x) == 1))
 
     monkeypatch.setattr(layers, "multiply", wrong)
-    reason = real_proof((model.spec, model.embedding, model.layers, model.rotaries), model.project)
+    reason = real_proof((model.spec, model.embedding, model.layers, model.rotaries, None), model.project)
     assert reason is not None
     assert re.fullmatch(r"\d+ of \d+ numbers of layer 0 depend on the batch on this device", reason)
 
@@ -282,11 +282,21 @@ def test_the_kernels_of_quantized_weights_are_proved_too(tmp_path):
 
 
 @pytest.mark.usefixtures("small")
+def test_layers_of_several_sizes_with_shared_keys_and_inputs_of_their_own_are_proved_too(tmp_path, monkeypatch):
+    model = model_of("gemma4", tmp_path)
+    assert (model.product.invariant, model.product.note) == (True, "")
+    own_input = on_gpu.own_input
+    monkeypatch.setattr(on_gpu, "own_input", lambda layer, x, *more: own_input(layer, x, *more) * (1 + (len(x) == 1)))
+    parts = model.spec, model.embedding, model.layers, model.rotaries, model.inputs
+    assert "numbers of layer 0 depend on the batch on this device" in str(invariance.proof(parts, model.project))
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_layers_with_experts_are_proved_too(tmp_path, name, monkeypatch):
     model = model_of(name, tmp_path)
     assert (model.product.invariant, model.product.note) == (True, "")
-    parts = model.spec, model.embedding, model.layers, model.rotaries
+    parts = model.spec, model.embedding, model.layers, model.rotaries, model.inputs
     arrange = RoutedExperts.arrange
 
     def wrong(self: RoutedExperts, chosen: Tensor) -> Order:

@@ -54,7 +54,7 @@ WIDE, CENTERED = NormKind(offset=1.0, is_wide=True), NormKind(is_wide=True, is_c
 
 @pytest.mark.parametrize("kind", [PLAIN, WIDE, CENTERED], ids=["plain", "wide", "centered"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float16, 1e-3)])
-def test_what_is_added_may_have_a_norm_of_its_own(kind, dtype, tolerance):
+def test_what_is_added_may_have_a_norm_of_its_own_and_the_sum_a_scale(kind, dtype, tolerance):
     norm, after = (norm_of(80, dtype, kind) for _ in range(2))
     x, added = torch.randn(3, 80).to(dtype) + 1, torch.randn(3, 80).to(dtype)
     stream, total = inside(x), x + after(added)
@@ -65,6 +65,10 @@ def test_what_is_added_may_have_a_norm_of_its_own(kind, dtype, tolerance):
     stream = inside(x)
     add(stream, inside(added), after)
     torch.testing.assert_close(stream, total, rtol=tolerance, atol=tolerance)
+    stream, scale = inside(x), torch.tensor([0.7]).to(dtype)
+    normed = add_norm(stream, inside(added), norm, after, scale)
+    torch.testing.assert_close(stream, total * scale, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(normed, norm(total * scale), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 2e-2)])
@@ -228,6 +232,30 @@ def test_queries_and_keys_are_normalized_as_in_torch(shape, kind):
         torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("steps", [[2, 0], [1, 0]], ids=["of its own", "of the keys"])
+def test_values_are_normalized_and_another_layer_attends_to_what_is_stored(steps):
+    """Of each layer: whether qkv has keys and values, keys that are values as well, or neither."""
+    kv_heads, dim, positions = 2, 24, torch.tensor([5, 6, 7])
+    layer, rotary = layer_of(kv_heads, dim, dim), Rotary(Rope(dim), 64, torch.float32, CPU)
+    norms, unweighted = [norm_of(dim, torch.float32) for _ in range(2)], make_norm(dim, 1e-6, torch.float32, CPU, PLAIN)
+    unweighted.weight.fill_(1)
+    heads = HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps, has_values=True)
+    backends = [PagedGPU(), PagedGPU()]
+    ours, torchs = (backend.allocate(layer, 3, 4, torch.float32, CPU) for backend in backends)
+    for cache in (ours, torchs):
+        cache.tensor.zero_()
+    plan = PagedGPU().plan(AttentionMeta.of([([2, 0], 5, 3)], 4))
+    for own in steps:
+        qkv = torch.randn(3, (4 + own * kv_heads) * dim)
+        q, *more = qkv.unflatten(1, (-1, dim)).split([4, *[kv_heads] * own], dim=1)
+        if own:
+            k, v = rotate(norms[1](more[0]), *rotary.at(positions)), unweighted(more[-1])
+        want = backends[1].attend(torchs, rotate(norms[0](q), *rotary.at(positions)), k, v, plan)
+        found = backends[0].attend_qkv(ours, inside(qkv), Rotation(positions, rotary.table(64)), heads, plan)
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.tensor, torchs.tensor, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_keys_in_float16_are_rounded_where_torch_rounds_them(is_wide):
     layer, dtype = layer_of(2, 80, 80), torch.float16
@@ -300,7 +328,7 @@ def test_the_final_norm_is_one_call(tmp_path, monkeypatch):
     "name",
     [
         "llama-yarn", "llama-bias", "mistral", "qwen3", "gemma2", "gemma3_text", "granite", "smollm3", "glm4", "olmo3",
-        "ministral3", "cohere2",
+        "ministral3", "cohere2", "gemma4_text-small",
     ],
 )  # fmt: skip
 def test_steps_equal_those_in_torch(tmp_path, name):

@@ -154,7 +154,7 @@ def test_steps_of_few_rows_take_six_launches_and_equal_torch(tmp_path, monkeypat
     monkeypatch.setattr(on_gpu, "add_norm", lambda *_: calls.append("norm"))
     monkeypatch.setattr(on_gpu, "gated", lambda *_: calls.append("gate"))
     tile = SMALL
-    few = OnGPU(model.spec, model.embedding, model.layers, model.rotaries, {16: Tiles(tile, tile, tile, tile)})
+    few = OnGPU(model.spec, model.embedding, model.layers, model.rotaries, choices={16: Tiles(tile, tile, tile, tile)})
     eager = next(executor for executor in model.executors if isinstance(executor, Eager))
     ours, torchs = cache_of(model), cache_of(model)
     with torch.inference_mode():
@@ -168,7 +168,7 @@ def test_steps_of_few_rows_take_six_launches_and_equal_torch(tmp_path, monkeypat
 def test_each_product_can_be_torchs_or_ours(tmp_path, parts):
     model = model_of("qwen3", tmp_path)
     choices = {16: Tiles(**dict.fromkeys(parts, SMALL))}
-    mixed = OnGPU(model.spec, model.embedding, model.layers, model.rotaries, choices)
+    mixed = OnGPU(model.spec, model.embedding, model.layers, model.rotaries, choices=choices)
     eager = next(executor for executor in model.executors if isinstance(executor, Eager))
     with torch.inference_mode():
         found, want = (each.run(step(model, CHUNKS, cache_of(model))) for each in (mixed, eager))

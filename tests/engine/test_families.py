@@ -137,7 +137,7 @@ def test_the_kernels_are_tried_on_layers_with_a_rotary_embedding_and_without(mon
     monkeypatch.setattr(on_gpu, "OnGPU", lambda model, embedding, layers, *_, **__: executor(layers))
     monkeypatch.setattr(on_gpu, "Eager", lambda embedding, layers, *_: executor(layers))
     assert on_gpu.trial(spec, model.embedding, model.layers, model.rotaries) is None
-    assert tried == [[0, 0, 0, -1]] * 2
+    assert tried == [[0, -1]] * 2
 
 
 def test_windows_of_smollm3_are_on_layers_without_rotary_embeddings():

@@ -78,7 +78,8 @@ def test_layers_without_a_window_have_other_sizes():
     assert spec.decoder.rows(0) == (8192, 4096, 4096) and spec.decoder.rows(5) == (16384, 2048, 0)
     assert spec.decoder.turns[:6] == (1, 1, 1, 1, 1, 0) and spec.decoder.inputs is None
     assert spec.kv_bytes_per_token == 2 * 2 * (50 * 4096 + 10 * 2048)
-    assert on_gpu.objection(spec, CPU, None) == "the model has layers of several sizes"
+    assert spec.decoder.difference == "layers of several sizes"
+    assert on_gpu.objection(spec, CPU, None) == "the Triton kernels need a CUDA device"
     assert tiny(attention_k_eq_v=False, num_global_key_value_heads=1).layers[5].num_kv_heads == 2
 
 

@@ -86,10 +86,16 @@ def store(
 
 
 @triton.jit
+def _inverse_root(a, b, eps, DIM: tl.constexpr):
+    """Return 1 / the root mean square of heads [heads, DIM] in halves: [heads, 1]."""
+    return 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+
+
+@triton.jit
 def _normalized(a, b, a_weight_at, b_weight_at, live, eps, DTYPE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
     """Return the RMSNorm of heads [heads, DIM] in halves, rounded before and after the weight as in torch; with WIDE
     only after."""
-    factor = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+    factor = _inverse_root(a, b, eps, DIM)
     first = tl.load(a_weight_at, mask=live, other=0.0).to(tl.float32)[None, :]
     second = tl.load(b_weight_at, mask=live, other=0.0).to(tl.float32)[None, :]
     a *= factor
@@ -131,17 +137,19 @@ def rotate_store(
     qkv_ptr, q_weight_ptr, k_weight_ptr, positions_ptr, angles_ptr, q_scales_ptr, slots_ptr, cache_ptr, scales_ptr, eps,
     qkv_token, cache_block, cache_head, scales_block, scales_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_P: tl.constexpr, HALF_P: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    WIDE_TURN: tl.constexpr, PERIOD: tl.constexpr, SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, OWN: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, NORM_VALUES: tl.constexpr,
+    TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE_TURN: tl.constexpr, PERIOD: tl.constexpr,
+    SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalize and rotate one token's heads of one KV head: queries in place, key and value to the cache.
 
-    qkv: [tokens, (HEADS + 2 * KV_HEADS) * DIM]. q_weight, k_weight: [DIM], used with NORM; WIDE as in `_normalized`.
-    The first TURNED numbers of a head are rotated, 0: none: number i with i + TURNED / 2, if INTERLEAVED 2 * i with
-    2 * i + 1; WIDE_TURN as WIDE of `_rotated`. positions: [tokens] int64. angles: [positions, 2, TURNED / 2] float32,
-    cosines and sines. With PERIOD queries are then multiplied by q_scales[position // PERIOD]. slots, cache and scales
-    as in `store`. GROUP_P >= HEADS / KV_HEADS and HALF_P >= DIM / 2 are powers of two. DEPENDENT as in
-    skinny.multiply.
+    qkv: [tokens, (HEADS + OWN * KV_HEADS) * DIM]. OWN: 2: keys and values; 1: keys, which are the values as well before
+    they are normalized and rotated; 0: none, so that nothing is stored. q_weight, k_weight: [DIM], used with NORM; WIDE
+    as in `_normalized`. With NORM_VALUES a value is divided by its root mean square. The first TURNED numbers of a head
+    are rotated, 0: none: number i with i + TURNED / 2, if INTERLEAVED 2 * i with 2 * i + 1; WIDE_TURN as WIDE of
+    `_rotated`. positions: [tokens] int64. angles: [positions, 2, TURNED / 2] float32, cosines and sines. With PERIOD
+    queries are then multiplied by q_scales[position // PERIOD]. slots, cache and scales as in `store`. GROUP_P >=
+    HEADS / KV_HEADS and HALF_P >= DIM / 2 are powers of two. DEPENDENT as in skinny.multiply.
 
     The numbers of a head keep their order, also in the cache. decoder_layer.py separates alternating ones, which gives
     the same scores; no cache has keys of both.
@@ -192,7 +200,7 @@ def rotate_store(
         tl.store(q_at + b_place[None, :], b.to(DTYPE), mask=mask)
 
     slot = tl.load(slots_ptr + token)
-    if slot >= 0:
+    if (OWN > 0) & (slot >= 0):
         block = slot // BLOCK
         offset = slot % BLOCK
         one = live[None, :]
@@ -203,9 +211,15 @@ def rotate_store(
             c, d = _normalized(c, d, k_weight_ptr + a_place, k_weight_ptr + b_place, live, eps, DTYPE, DIM, WIDE)
         if TURNED:
             c, d = _rotated(c, d, cos, sin, DTYPE, WIDE_TURN)
-        v_at = k_at + KV_HEADS * DIM + i[None, :]
+        v_at = k_at + (OWN - 1) * KV_HEADS * DIM + i[None, :]
         e = tl.load(v_at, mask=one, other=0.0)
         f = tl.load(v_at + HALF, mask=one, other=0.0)
+        if NORM_VALUES:
+            e = e.to(tl.float32)
+            f = f.to(tl.float32)
+            factor = _inverse_root(e, f, eps, DIM)
+            e = (e * factor).to(DTYPE)
+            f = (f * factor).to(DTYPE)
         share = cache_ptr + block * cache_block + kv_head * cache_head + offset * DIM
         scales = scales_ptr + block * scales_block + kv_head * scales_head + (BLOCK * 2 * DIM + 3) // 4 + offset
         _store_halves(

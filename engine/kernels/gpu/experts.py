@@ -13,16 +13,16 @@ import triton.language as tl
 
 @triton.jit
 def choose(
-    logits_ptr, correction_ptr, weights_ptr, chosen_ptr, scale,
+    logits_ptr, correction_ptr, scales_ptr, weights_ptr, chosen_ptr, scale,
     EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, ACTIVE: tl.constexpr, ACTIVE_P: tl.constexpr,
-    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Write the weights and the numbers of a token's experts, the best first; among equals the first one is better.
 
     logits: [tokens, EXPERTS]. weights: [tokens, ACTIVE] float32, times `scale`. chosen: [tokens, ACTIVE] int32. The
     weights are a softmax over all experts. With SIGMOID they are sigmoids, to which correction [EXPERTS] is added for
-    the choice. With NORMALIZE a token's weights are divided by their sum. EXPERTS_P, ACTIVE_P: powers of two, not
-    smaller.
+    the choice. With NORMALIZE a token's weights are divided by their sum. With SCALES they are multiplied by those of
+    the experts, [EXPERTS]. EXPERTS_P, ACTIVE_P: powers of two, not smaller.
     """
     token = tl.program_id(0).to(tl.int64)
     e, place = tl.arange(0, EXPERTS_P), tl.arange(0, ACTIVE_P)
@@ -45,6 +45,8 @@ def choose(
         ranks = tl.where(e == best, float("-inf"), ranks)
     if NORMALIZE:
         weights /= tl.sum(weights, 0) + 1e-20  # which only changes a sum of 0
+    if SCALES:
+        weights *= tl.load(scales_ptr + chosen).to(tl.float32)
     at = token * ACTIVE + place
     tl.store(weights_ptr + at, weights * scale, mask=place < ACTIVE)
     tl.store(chosen_ptr + at, chosen, mask=place < ACTIVE)

@@ -31,15 +31,16 @@ def _normalized(
 
 @triton.jit
 def add_norm(
-    x_ptr, added_ptr, after_ptr, weight_ptr, normed_ptr, eps,
+    x_ptr, added_ptr, after_ptr, scale_ptr, weight_ptr, normed_ptr, eps,
     SIZE: tl.constexpr, SIZE_P: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, AFTER: tl.constexpr,
-    NORM: tl.constexpr, WIDE: tl.constexpr, CENTERED: tl.constexpr,
+    SCALE: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """With ADD add a row of `added` to x in place, with AFTER its norm; with NORM write the norm of x to `normed`.
+    """With ADD add a row of `added` to x in place, with AFTER its norm, and with SCALE multiply the sum by the number
+    `scale`; with NORM write the norm of x to `normed`.
 
     x, added, normed: [rows, SIZE] of one dtype, each row ROW numbers after the one before. normed may be x. after,
-    weight: [SIZE], of the norms, which are as in `_normalized`. The sum is rounded once to the dtype. SIZE_P: a power
-    of two >= SIZE.
+    weight: [SIZE], of the norms, which are as in `_normalized`. The sum is rounded once to the dtype, and so is its
+    multiple. SIZE_P: a power of two >= SIZE.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     i = tl.arange(0, SIZE_P)
@@ -51,6 +52,8 @@ def add_norm(
         if AFTER:
             added = _normalized(added, after_ptr, i, live, eps, SIZE, WIDE, CENTERED, DTYPE).to(tl.float32)
         total = (x + added).to(DTYPE)
+        if SCALE:
+            total = (total.to(tl.float32) * tl.load(scale_ptr).to(tl.float32)).to(DTYPE)
         tl.store(x_ptr + at, total, mask=live)
         x = total.to(tl.float32)
     if NORM:
