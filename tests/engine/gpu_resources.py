@@ -366,10 +366,12 @@ def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, default=90, help="compute capability, as 90")
-    parser.add_argument("--only", nargs="*", default=[""], help="kernels whose name contains one of these")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="kernels in whose name one of these expressions is found"
+    )
     args = parser.parse_args()
     for name, kernel, arguments, num_warps in kernels(args.arch):
-        if any(part in name for part in args.only):
+        if any(re.search(expression, name) for expression in args.only):
             print(json.dumps({"kernel": name, **resources(kernel, arguments, num_warps, args.arch)}), flush=True)
 
 
