@@ -43,6 +43,8 @@ def tested(quick: bool) -> bool:
     command = ["pytest", *workers, "-m", "not slow and not gpu" if quick else "not gpu"]
     print("$", *command, flush=True)
     env = {**SLEEPING, **os.environ}
+    # Hundreds of processes import the same modules, and would compile each again.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     return not subprocess.run([sys.executable, "-m", *command], env=env, check=False).returncode
 
 
