@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 
 from engine import machine_memory, worker
@@ -19,7 +18,7 @@ from engine.supervisor import Child
 
 BASE = 10_000_000
 OTHER_MACHINE = "PEQUOD_TEST_OTHER_MACHINE"
-KINDS = ("segfault", "exit", "stop", "hang", "spin", "memory")
+KINDS = ("segfault", "exit", "hang", "block", "memory")
 
 
 def seed(kind: str, tokens: int) -> int:
@@ -35,17 +34,11 @@ def hang() -> None:
     threading.Event().wait()
 
 
-def spin() -> None:
-    while True:
-        time.sleep(0)
-
-
 ACTS: dict[str, Callable[[], object]] = {
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: os._exit(3),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": hang,  # on the model thread: the loop turns on
-    "spin": spin,  # on the loop's thread
+    "block": hang,  # on the loop's thread
 }
 
 
@@ -66,14 +59,14 @@ def install() -> None:
         for kind in due(loop, flight.batch):
             if kind == "memory":
                 return  # nothing was launched
-            if kind != "spin":
+            if kind != "block":
                 ACTS[kind]()
         launch(loop, flight)
 
     def faulty_begin(loop: EngineLoop, batch: Batch, schedule_s: float) -> Flight:
         flight = begin(loop, batch, schedule_s)
-        if "spin" in due(loop, batch):
-            spin()
+        if "block" in due(loop, batch):
+            ACTS["block"]()
         return flight
 
     EngineLoop._launch, EngineLoop._begin = faulty_launch, faulty_begin

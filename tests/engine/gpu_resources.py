@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -372,11 +373,19 @@ def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, default=90, help="compute capability, as 90")
-    parser.add_argument("--only", nargs="*", default=[""], help="kernels whose name contains one of these")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="kernels in whose name one of these expressions is found"
+    )
+    parser.add_argument("--check", action="store_true", help="end with code 1 if a kernel needs a stack")
     args = parser.parse_args()
+    spilled = False
     for name, kernel, arguments, num_warps in kernels(args.arch):
-        if any(part in name for part in args.only):
-            print(json.dumps({"kernel": name, **resources(kernel, arguments, num_warps, args.arch)}), flush=True)
+        if any(re.search(expression, name) for expression in args.only):
+            found = resources(kernel, arguments, num_warps, args.arch)
+            spilled |= found["stack"] > 0
+            print(json.dumps({"kernel": name, **found}), flush=True)
+    if args.check and spilled:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

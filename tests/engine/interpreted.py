@@ -175,8 +175,15 @@ def test_nothing_before_a_window_is_read(small, held):
     check_unread(PagedGPU(), held, 4, 16, [(0, 30), (30, 31), (31, 58), (58, 59), (59, 60)])
 
 
-@pytest.mark.parametrize("held", [torch.float32, torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("shapes", SHARING[:2])
+@pytest.mark.parametrize(
+    "held, shapes",
+    [
+        (torch.float32, SHARING[0]),
+        (torch.int8, SHARING[0]),
+        (torch.int8, SHARING[1]),
+        (torch.float8_e4m3fn, SHARING[1]),
+    ],
+)
 def test_layers_that_share_a_place_do_not_touch_the_parts_of_others(small, held, shapes):
     check_shared_places(PagedGPU(), held, shapes)
 

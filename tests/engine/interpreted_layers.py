@@ -355,16 +355,17 @@ class Calls(TorchDispatchMode):
             self.names.append(name)
         return func(*args, **(kwargs or {}))
 
-    def kernel(self, kernel: Any) -> Any:
-        """Return a kernel that is recorded instead of the operations of the interpreter."""
+    def kernel(self, kernel: Any, *, runs: bool = True) -> Any:
+        """Return a kernel that is recorded instead of the operations of the interpreter, and run if `runs`."""
         calls = self
 
         class Recorded:
             def __getitem__(self, grid: Any) -> Any:
                 def launch(*args: Any, **options: Any) -> None:
                     calls.names.append(kernel.fn.__name__)
-                    with _disable_current_modes():
-                        kernel[grid](*args, **options)
+                    if runs:
+                        with _disable_current_modes():
+                            kernel[grid](*args, **options)
 
                 return launch
 
@@ -394,7 +395,7 @@ def test_a_layer_takes_one_device_call_for_each_kernel_and_product(tmp_path, mon
         (layer_kernels, ["add_norm", "gate"]),
     ):
         for kernel in kernels:
-            monkeypatch.setattr(module, kernel, calls.kernel(getattr(module, kernel)))
+            monkeypatch.setattr(module, kernel, calls.kernel(getattr(module, kernel), runs=False))
     for rows, launches in (CHUNKS, 1), (MIXED, 2), (DECODES, 1):
         forward = step(model, rows, cache)
         model.executors[0].run(forward)  # makes the step's plan and the workspace

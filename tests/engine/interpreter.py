@@ -38,6 +38,33 @@ def patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Kept]:
     return patched
 
 
+def call_directly(obj: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+    """Replace a function of triton.language by one that passes the interpreter and skips the check that it was passed.
+
+    This runs at each operation of each program, so it makes no dictionary of its own.
+    """
+    function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+    def called(*args: Any, **options: Any) -> Any:
+        options["_semantic"] = semantic
+        return function(*args, **options)
+
+    scope.set_attr(obj, name, called)
+
+
+def unwrapped_by_type(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that unwraps constants, which knows the types that are none by one look."""
+    plain = {tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)}
+
+    def unwrapped(value: Any) -> Any:
+        kind = value.__class__
+        if kind in plain:
+            return value
+        return value.value if kind is tl.constexpr else unwrap(value)
+
+    return unwrapped
+
+
 def by_name(dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a function that keeps the numpy dtypes of Triton's types."""
     known: dict[str, Any] = {}
@@ -129,11 +156,15 @@ def prepare() -> None:
     """Check that Triton interprets, make its products independent of places, and leave out half of its work."""
     assert os.environ.get("TRITON_INTERPRET") == "1"
     interpreter.InterpreterBuilder.create_dot = rounded_once(interpreter.InterpreterBuilder.create_dot)
+    interpreter._patch_attr = call_directly
+    tl.core._unwrap_if_constexpr = unwrapped_by_type(tl.core._unwrap_if_constexpr)
     interpreter._patch_lang = patched_once(interpreter._patch_lang)
     interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
     make_types_once()
     TritonSemantic.binary_op_type_checking_impl = same_types_fit(TritonSemantic.binary_op_type_checking_impl)
     TritonSemantic.broadcast_impl_value = broadcast_by_type(TritonSemantic.broadcast_impl_value)
+    # At each operation the interpreter checks of its own result that the array is no wider than its type.
+    interpreter.TensorHandle.__post_init__ = lambda _: None
     # All tensors are on the host. What copies them there leaves cycles, which would keep them after they are freed.
     interpreter.GridExecutor._init_args_hst = lambda _, args, options: (args, options)
     interpreter.GridExecutor._restore_args_dev = lambda *_: None

@@ -37,7 +37,7 @@ REQUESTS = [
     EngineRequest(id=5, prompt_ids=(6, 2, 8), params=SamplingParams(max_tokens=1, pooling=Pooling())),
 ]
 LATER = EngineRequest(id=6, prompt_ids=(5, 3, 5), params=GREEDY)
-RUNS = 25
+RUNS = 15  # in which the memory runs out at another allocation, for each model and mode
 NO_MEMORY = "the step that this request was in ran out of memory"
 
 
