@@ -144,7 +144,8 @@ asan: dev
 	  $(BIN)/python -c "from engine.kernels.build import *; library(); [library(emulate=isa) for isa in EMULATED]" && \
 	  $(BIN)/python -m pytest tests/engine/test_kernels.py tests/engine/test_kernels_small.py \
 	    tests/engine/test_kernels_quantized.py tests/engine/test_kernels_packing.py tests/engine/test_cpu_attention.py \
-	    tests/engine/test_threads.py tests/engine/test_amx.py tests/engine/test_experts.py'
+	    tests/engine/test_threads.py tests/engine/test_amx.py tests/engine/test_experts.py \
+	    tests/engine/test_kernels_blocks.py tests/engine/test_lossless.py tests/engine/test_logits.py'
 
 ## make test-gpu     the tests that need a CUDA device
 test-gpu: dev

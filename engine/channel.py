@@ -8,6 +8,7 @@ code. End of file means that the other side died. A step's deltas are sent as co
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from itertools import chain
 
@@ -19,6 +20,8 @@ from .types import EngineInfo, EngineRequest, ErrorCode, RequestStats, StepStats
 
 HIGH_WATER = 8 << 20  # bytes of unsent frames from which the sender must wait
 MAX_FRAME = 1 << 30
+TURNS = 64  # of the event loop, each for some 200 kB
+REST_MS = 1  # in which the other side sends the next piece of a message
 
 
 class Load(Struct, frozen=True, array_like=True, tag=True):
@@ -136,11 +139,16 @@ class Channel:
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._encoder = msgspec.msgpack.Encoder()
         self._writer: asyncio.StreamWriter | None = None
+        self._poll: select.poll | None = None  # of what can be read
+        self._is_within = False  # a message of which a part has come
 
     async def open(self, sock: socket.socket) -> None:
         self._reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
         self._writer = writer
         writer.transport.set_write_buffer_limits(high=HIGH_WATER)
+        if (own := writer.get_extra_info("socket")) is not None:
+            self._poll = select.poll()
+            self._poll.register(own.fileno(), select.POLLIN)
 
     def send(self, message: Struct) -> None:
         """Queue a message. It is lost if the other side is dead, which `receive` reports."""
@@ -157,13 +165,25 @@ class Channel:
         except ConnectionError:
             return
 
+    async def read_on(self) -> None:
+        """Receive what has been sent up to now. For an event loop that seldom turns: a turn reads what fits into the
+        socket's buffer, and a long prompt or many messages take more. Within a message the rest is waited for."""
+        for _ in range(TURNS):
+            if self._poll is None or not self._poll.poll(REST_MS if self._is_within else 0):
+                return
+            await asyncio.sleep(0)  # in this turn a piece is read
+            await asyncio.sleep(0)  # and in this one `receive` takes the messages in it
+
     async def receive(self) -> object | None:
         """Return the next message, or None if the other side has died or closed."""
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "little")
             if size > MAX_FRAME:
                 raise ValueError(f"a frame of {size} bytes")
-            return self._decoder.decode(await self._reader.readexactly(size))
+            self._is_within = True
+            body = await self._reader.readexactly(size)
+            self._is_within = False
+            return self._decoder.decode(body)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 

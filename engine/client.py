@@ -229,7 +229,10 @@ def _whole(delta: TokenDelta, entry: Open) -> TokenDelta:
 
 
 class LocalEngine(Client):
-    """The engine on the caller's event loop, for tests and offline use. Use as `async with LocalEngine(config)`."""
+    """The engine on the caller's event loop, for tests and offline use. Use as `async with LocalEngine(config)`.
+
+    On CUDA each step blocks that loop, and the engine's device must stay the current one of its thread.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()

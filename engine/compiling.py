@@ -101,7 +101,7 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
         yield partial(add, x, x, at_end, layer.scale)
     qkv = torch.empty(FEW, len(layer.qkv.weight), dtype=spec.dtype, device=META)
     yield partial(on_gpu.normalize_together, layer, qkv)
-    with_mlp = [each for each in layers if each.has_mlp]
+    with_mlp = list({each.gate_up.weight.shape: each for each in layers if each.has_mlp}.values())
     widths = {len(each.gate_up.weight) for each in with_mlp}
     small = []  # linear layers that `quantization` leaves plain
     if of_input is not None and decoder.inputs is not None:
@@ -112,7 +112,7 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     for width in sorted(widths):
         yield partial(on_gpu.gated, torch.empty(FEW, width, dtype=spec.dtype, device=META), activation)
     head = Linear(spec.vocab_size, decoder.hidden_size, False, spec.dtype, META)
-    experts = [each.experts for each in layers if each.experts is not None]
+    experts = [each.experts for each in layers if each.experts is not None][:1]  # all have the same spec
     uniform = (skinny.UNIFORM_FLOAT32 if spec.dtype == torch.float32 else skinny.UNIFORM)[0]
     if config.batch_invariant:
         wide = [head, *(mixture.router for mixture in experts)]

@@ -24,7 +24,7 @@ class LoopThread:
     """A StepThread for a device that computes beside the host: the event loop's own thread, which calls at once.
 
     Waking another thread twice took a third of the host's time for a step of few rows. While a call waits for the
-    device, no message is read: a step takes milliseconds there.
+    device, the event loop does nothing else: it reads no message and sends no heartbeat.
     """
 
     def call(self, work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
@@ -36,8 +36,9 @@ class LoopThread:
         except BaseException as error:
             failure = error
         # Two turns of the event loop: in the first one it reads what has come meanwhile, and in the second one the
-        # requests in it are queued, so that the next step can have them.
+        # requests in it are queued, so that the next step can have them. More than one read: see Channel.read_on.
         loop.call_soon(loop.call_soon, _settle, future, result, failure)
+        del failure  # whose traceback refers to this frame
         return future
 
 
@@ -89,5 +90,9 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         return
     if error is None:
         future.set_result(result)
+    elif isinstance(error, StopIteration):  # which a future refuses
+        failure = RuntimeError(f"a call has raised {error!r}")
+        failure.__cause__ = error
+        future.set_exception(failure)
     else:
         future.set_exception(error)

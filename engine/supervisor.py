@@ -165,7 +165,7 @@ class ProcessEngine(Client):
             silent_s = time.monotonic() - self.status.heartbeat
             stalled_s = self.status.stalled_s + silent_s if self.status.stalled_s else 0.0
             is_ready = self.status.phase == "ready"
-            if silent_s > (self.stall_s if is_ready else max(self.stall_s, LOADING_STALL_S)):
+            if silent_s > (self._silence_limit() if is_ready else max(self.stall_s, LOADING_STALL_S)):
                 log.error("the engine has given no sign of life for %.0f s and is replaced", silent_s)
             elif stalled_s > self._step_limit():
                 log.error("the engine has work and has made no step for %.0f s, and is replaced", stalled_s)
@@ -173,6 +173,10 @@ class ProcessEngine(Client):
                 continue
             child.process.kill()
             return
+
+    def _silence_limit(self) -> float:
+        """Return the maximum time without a heartbeat of an engine that is ready, in seconds."""
+        return self.stall_s if self.info is None or self.info.beats_during_steps else self._step_limit()
 
     def _step_limit(self) -> float:
         """Return the maximum time of a step, in seconds."""

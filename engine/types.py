@@ -203,6 +203,11 @@ class EngineInfo(Struct, frozen=True, array_like=True, kw_only=True):
         return self.groups.num_tokens(self.num_blocks, self.block_size, self.max_batched_tokens, self.max_len)
 
     @property
+    def beats_during_steps(self) -> bool:
+        """Whether heartbeats go on while a step is computed, see StepThread."""
+        return self.device == "cpu"
+
+    @property
     def kv_cache_bytes(self) -> int:
         return self.num_blocks * self.groups.block_bytes(self.block_size, self.kv_bytes_per_token)
 

@@ -31,7 +31,6 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 class _Outbox:
     def __init__(self, pipe: channel.Channel) -> None:
         self._pipe = pipe
-        self.drained = pipe.drained
 
     def started(self, ids: list[int]) -> None:
         if ids:
@@ -39,6 +38,10 @@ class _Outbox:
 
     def send(self, deltas: list[TokenDelta], stats: StepStats | None) -> None:
         self._pipe.send(channel.pack(deltas, stats))
+
+    async def drained(self) -> None:
+        await self._pipe.drained()
+        await self._pipe.read_on()
 
 
 class _Worker:

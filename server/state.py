@@ -157,7 +157,8 @@ class AppState:
             return "restarting"
         if status.phase != "ready" or self.model is None:
             return "starting" if status.phase == "starting" else "loading"
-        if getattr(self.engine, "pid", None) is not None and now - status.heartbeat > HEARTBEAT_S:
+        silence_s = HEARTBEAT_S if self.model.info.beats_during_steps else self.settings.stall_seconds
+        if getattr(self.engine, "pid", None) is not None and now - status.heartbeat > silence_s:
             return "silent"
         if self._stalled_for(now) > self.settings.stall_seconds:
             return "stalled"

@@ -54,7 +54,7 @@ def parts(device: str, is_tiny: bool) -> list[tuple[str, float, list[str]]]:
             ("quantized", 20, ["benchmarks.gpu.quantized", "--tiny"]),
             ("tiny", 20, ["benchmarks.gpu.engine", "--shape", "tiny", "--async-scheduling"]),
             ("tiny mixture", 20, ["benchmarks.gpu.engine", "--shape", "tiny mixture"]),
-            ("start", 20, ["benchmarks.gpu.start", "--shape", "tiny"]),
+            ("start", 60, ["benchmarks.gpu.start", "--shape", "tiny"]),
             ("invariance", 20, ["benchmarks.gpu.invariance", "--shape", "tiny"]),
             ("tiny, torch's attention", 20, ["benchmarks.gpu.engine", "--shape", "tiny", "--attention", "reference"]),
         ]

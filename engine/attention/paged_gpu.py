@@ -43,7 +43,7 @@ DEPENDENT_CAPABILITY = (9, 0)  # see `is_dependent`
 
 
 class HeadNorms(NamedTuple):
-    """The RMSNorms of each head's query and key."""
+    """The RMSNorms of each head's query and key, and whether its value is normalized."""
 
     q: Tensor  # [head_dim], the weight
     k: Tensor

@@ -309,6 +309,11 @@ def objection(model: ModelSpec, device: torch.device, kernels: Kernels | None) -
     assert model.decoder is not None
     if kernels is not None:
         return "the weights are packed for a CPU"
+    experts = model.decoder.experts
+    if model.decoder.scales_layers and experts is not None and not experts.is_beside:
+        return "the Triton kernels do not scale the results of layers whose MLP is a mixture of experts"
+    if model.decoder.norms_values and model.decoder.qk_norm != "head":
+        return "the Triton kernels normalize values only with the queries and keys of each head"
     if model.decoder.hidden_size > MAX_HIDDEN:
         return f"the Triton kernels serve hidden states of up to {MAX_HIDDEN} numbers"
     if model.decoder.qk_norm == "all" and model.decoder.rows(0)[0] > MAX_HIDDEN:
@@ -394,12 +399,13 @@ def trial(
             if reason := gpu_experts.trial(mixture, model.decoder.activation):
                 return reason
         # Hidden states hardly show how a single token's query is scaled.
-        error = max(error, float(_errors(*lengths).max()))
+        of_queries = float(_errors(*lengths).max())
     except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
         lines = (str(problem).strip().splitlines() or [""])[0]
         return f"the Triton kernels do not run on this device: {type(problem).__name__}: {lines[:200]}"
-    if not error < MAX_ERROR[model.dtype]:
-        return f"the Triton kernels compute wrong results on this device (relative error {error:.2g})"
+    for each in (error, of_queries):
+        if not each < MAX_ERROR[model.dtype]:  # nor if it is no number
+            return f"the Triton kernels compute wrong results on this device (relative error {each:.2g})"
     return None
 
 

@@ -99,13 +99,16 @@ async def test_responses_have_the_same_bits_when_steps_are_launched_ahead(settin
 
 async def test_responses_have_the_same_bits_when_steps_run_on_the_loops_own_thread(monkeypatch):
     collected, _ = await responses(BASE)
+    used: list[LoopThread] = []
 
     async def loop_thread(device: torch.device, model_thread: ModelThread) -> LoopThread:
         await model_thread.close()
-        return LoopThread()
+        used.append(LoopThread())
+        return used[-1]
 
     monkeypatch.setattr(build, "step_thread", loop_thread)
     ahead, _ = await responses(replace(BASE, async_scheduling=True))
+    assert used
     for request, one, other in zip(requests(), collected, ahead, strict=True):
         assert one == other, request.params
 

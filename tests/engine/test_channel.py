@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import threading
+import time
 
 import msgspec
 import pytest
@@ -36,6 +38,40 @@ async def test_messages_arrive_unchanged():
     for message in upward:
         engine.send(message)
     assert [await server.receive() for _ in upward] == upward
+
+
+async def test_all_that_has_come_is_read_at_once_also_a_prompt_of_many_reads(monkeypatch):
+    monkeypatch.setattr(channel, "REST_MS", 1000 * WAIT_S)
+    ours, theirs = socket.socketpair()
+    engine = channel.Channel(channel.Downward)
+    await engine.open(theirs)
+    prompt = tuple(range(100_000, 1_000_000))  # 4.5 MB
+    request = EngineRequest(id=1, prompt_ids=prompt, params=SamplingParams(max_tokens=1))
+    bodies = [msgspec.msgpack.encode(message) for message in (channel.Abort(2), channel.Add(request))]
+    frames = b"".join(len(body).to_bytes(4, "little") + body for body in bodies)
+    received: list[object] = []
+
+    async def listen() -> None:
+        while (message := await engine.receive()) is not None:
+            received.append(message)
+
+    listening = asyncio.create_task(listen())
+    await asyncio.sleep(0)
+
+    def send() -> None:
+        ours.sendall(frames[:1000])
+        time.sleep(0.05)
+        ours.sendall(frames[1000:])
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    while not received:
+        await engine.read_on()
+    assert received == [channel.Abort(2), channel.Add(request)]
+    await engine.read_on()  # with nothing to read
+    sending.join()
+    ours.close()
+    await asyncio.wait_for(listening, WAIT_S)
 
 
 def test_deltas_survive_packing_into_columns():

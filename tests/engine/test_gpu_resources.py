@@ -30,7 +30,7 @@ CASES = [
     (90, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
     (90, "window bf16 i8", ATTENTION),
     (90, "^(?!uniform).*window bf16 fp8", ATTENTION - {"uniform"}),
-    (90, "Gemma 4 bf16 i8", ATTENTION),
+    (90, "Gemma 4 bf16 (bf16|i8)", ATTENTION),
     (80, "Gemma 4 bf16 i8", ATTENTION),
     (90, "^(?!uniform).*window fp32 fp32", ATTENTION - {"uniform"}),
     (90, "largest", LAYERS),

@@ -45,6 +45,12 @@ async def test_the_caller_gets_what_a_call_raises_and_the_next_one_runs(thread):
     assert await thread.call(lambda: "next") == "next"
 
 
+@pytest.mark.parametrize("thread", [ModelThread(), LoopThread()])
+async def test_a_call_that_raises_what_futures_refuse_fails_all_the_same(thread):
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await asyncio.wait_for(thread.call(lambda: next(iter(()))), WAIT_S)
+
+
 async def test_a_call_whose_caller_was_cancelled_still_ends_before_the_next_one(thread):
     go, ended = threading.Event(), []
     waiting = thread.call(lambda: (go.wait(WAIT_S), ended.append(1)))

@@ -175,6 +175,9 @@ def test_a_slow_machine_has_more_time_for_a_step_than_the_limit():
     )  # fmt: skip
     engine.info = replace(INFO, roofline=roofline)
     assert engine._step_limit() == pytest.approx(400, rel=0.01), "four times the time that reading the weights takes"
+    assert engine._silence_limit() == 60.0, "on a CPU heartbeats go on during a step"
+    engine.info = replace(engine.info, device="cuda:0")
+    assert engine._silence_limit() == engine._step_limit()
 
 
 async def test_what_the_system_lacks_for_a_moment_is_no_failure_of_the_engine(monkeypatch, caplog):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
 from fastapi.responses import StreamingResponse
+from msgspec import structs
 
 import engine
 from engine import ConfigError, EngineDied, ModelError, packaged
@@ -161,6 +163,12 @@ async def test_health_reports_silence_stalls_and_restarts(tmp_path):
         engine.pid = 1
         assert await state() == "silent"
         assert (await client.get("/live")).status_code == 200, "the engine alone is replaced"
+        on_cpu = app.state.pequod.model
+        app.state.pequod.model = replace(on_cpu, info=structs.replace(on_cpu.info, device="cuda:0"))
+        for silent_s, expected in ((15, "ready"), (25, "silent")):  # a step may take that long
+            engine.status.heartbeat = now - silent_s
+            assert await state() == expected
+        app.state.pequod.model = on_cpu
         engine.status.heartbeat = now + 1000
 
         # Idle for an hour is well; work and no step for a minute is not.
