@@ -20,6 +20,7 @@ from .types import EngineInfo, EngineRequest, ErrorCode, RequestStats, StepStats
 
 HIGH_WATER = 8 << 20  # bytes of unsent frames from which the sender must wait
 MAX_FRAME = 1 << 30
+READ_AHEAD = 64 << 20  # bytes; with much less, reading a long prompt would stop and go
 TURNS = 64  # of the event loop, each for some 200 kB
 REST_MS = 1  # in which the other side sends the next piece of a message
 
@@ -143,7 +144,7 @@ class Channel:
         self._is_within = False  # a message of which a part has come
 
     async def open(self, sock: socket.socket) -> None:
-        self._reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
+        self._reader, writer = await asyncio.open_connection(sock=sock, limit=READ_AHEAD)
         self._writer = writer
         writer.transport.set_write_buffer_limits(high=HIGH_WATER)
         if (own := writer.get_extra_info("socket")) is not None:
@@ -171,8 +172,8 @@ class Channel:
         for _ in range(TURNS):
             if self._poll is None or not self._poll.poll(REST_MS if self._is_within else 0):
                 return
-            await asyncio.sleep(0)  # in this turn a piece is read
-            await asyncio.sleep(0)  # and in this one `receive` takes the messages in it
+            for _ in range(3):  # this task runs first in each turn: a piece is read after it, and received a turn later
+                await asyncio.sleep(0)
 
     async def receive(self) -> object | None:
         """Return the next message, or None if the other side has died or closed."""
