@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
+from contextlib import suppress
 from itertools import chain
 
 import msgspec
@@ -22,7 +23,7 @@ HIGH_WATER = 8 << 20  # bytes of unsent frames from which the sender must wait
 MAX_FRAME = 1 << 30
 READ_AHEAD = 64 << 20  # bytes; with much less, reading a long prompt would stop and go
 TURNS = 64  # of the event loop, each for some 200 kB
-REST_MS = 1  # in which the other side sends the next piece of a message
+REST_S = 0.01  # in which the other side sends the rest of a message
 
 
 class Load(Struct, frozen=True, array_like=True, tag=True):
@@ -141,7 +142,8 @@ class Channel:
         self._encoder = msgspec.msgpack.Encoder()
         self._writer: asyncio.StreamWriter | None = None
         self._poll: select.poll | None = None  # of what can be read
-        self._is_within = False  # a message of which a part has come
+        self._is_whole = asyncio.Event()  # no message has come in part
+        self._is_whole.set()
 
     async def open(self, sock: socket.socket) -> None:
         self._reader, writer = await asyncio.open_connection(sock=sock, limit=READ_AHEAD)
@@ -170,10 +172,14 @@ class Channel:
         """Receive what has been sent up to now. For an event loop that seldom turns: a turn reads what fits into the
         socket's buffer, and a long prompt or many messages take more. Within a message the rest is waited for."""
         for _ in range(TURNS):
-            if self._poll is None or not self._poll.poll(REST_MS if self._is_within else 0):
+            if self._poll is None or not self._poll.poll(0):
                 return
             for _ in range(3):  # this task runs first in each turn: a piece is read after it, and received a turn later
                 await asyncio.sleep(0)
+            if not self._is_whole.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(REST_S):
+                        await self._is_whole.wait()
 
     async def receive(self) -> object | None:
         """Return the next message, or None if the other side has died or closed."""
@@ -181,9 +187,9 @@ class Channel:
             size = int.from_bytes(await self._reader.readexactly(4), "little")
             if size > MAX_FRAME:
                 raise ValueError(f"a frame of {size} bytes")
-            self._is_within = True
+            self._is_whole.clear()
             body = await self._reader.readexactly(size)
-            self._is_within = False
+            self._is_whole.set()
             return self._decoder.decode(body)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
