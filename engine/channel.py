@@ -21,7 +21,6 @@ from .types import EngineInfo, EngineRequest, ErrorCode, RequestStats, StepStats
 
 HIGH_WATER = 8 << 20  # bytes of unsent frames from which the sender must wait
 MAX_FRAME = 1 << 30
-READ_AHEAD = 64 << 20  # bytes; with much less, reading a long prompt would stop and go
 TURNS = 64  # of the event loop, each for some 200 kB
 REST_S = 0.01  # in which the other side sends the rest of a message
 
@@ -146,7 +145,7 @@ class Channel:
         self._is_whole.set()
 
     async def open(self, sock: socket.socket) -> None:
-        self._reader, writer = await asyncio.open_connection(sock=sock, limit=READ_AHEAD)
+        self._reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
         self._writer = writer
         writer.transport.set_write_buffer_limits(high=HIGH_WATER)
         if (own := writer.get_extra_info("socket")) is not None:
