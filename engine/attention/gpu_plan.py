@@ -96,6 +96,8 @@ class Plan:
     def _decodes(self, lengths: NDArray[np.int32], new: NDArray[np.int32], window: int | None) -> list[HostWork]:
         """Return the work of rows of one query: launches of whole rows that have at most MAX_PARTS parts together."""
         (row,) = (new == 1).nonzero()
+        if not len(row):  # as in most steps of a long prompt
+            return []
         length = lengths[row]
         counts = -(-length // SPLIT)
         if window is not None:

@@ -2,30 +2,77 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Job = Callable[[], object]  # launches kernels with tensors on META
 META = torch.device("meta")
 THREADS = 8  # at most: a kernel takes a core for a second or two, and some memory
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+@functools.cache
+def _compiled() -> dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]]:
+    """Return compiled kernels with the values of their constants, by what they were compiled for; and the objects that
+    are keys by their ids, so that no others get these."""
+    return {}
+
+
+@functools.cache
+def gpu_kernels(name: str) -> Any:
+    """Return a module of kernels/gpu. It is imported when it is first used: Triton may not be installed.
+
+    An import in a function would look it up at each launch, in ten times as long.
+    """
+    return importlib.import_module(f".gpu.{name}", __package__)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, constants: Mapping[str, Any] = NONE, **options: Any) -> None:
     """Launch a kernel for a grid of programs; with tensors on the meta device compile it instead.
 
     A kernel is compiled for the types of its arguments, for what divides its integers and addresses, and for its
     constants and options. So code that launches kernels, if it runs on tensors without memory, compiles what it will
-    launch.
+    launch. The arguments come before the constants, as in the kernel's signature.
+
+    constants: further options, in a dictionary that is made once and never changed, as it is known by its id.
+
+    Triton finds a compiled kernel by itself, but takes several times as long for it.
     """
     if args[0].is_meta:
-        _compile_launcher(kernel.warmup(*args, grid=grid, **options))
-    else:
-        kernel[grid](*args, **options)
+        _compile_launcher(kernel.warmup(*args, grid=grid, **constants, **options))
+        return
+    # A kernel's own hash is that of its source.
+    key = [id(kernel), id(constants), args[0].get_device(), *options, *options.values()]
+    for each in args:  # what a kernel is compiled for of an argument, or more
+        if isinstance(each, Tensor):
+            key.append(each.dtype)
+            if each.data_ptr() % 16:
+                key.append("not aligned")
+        elif isinstance(each, int):
+            key.append((each % 16 == 0, each == 1, each >> 31))
+        else:
+            key.append(type(each))
+    found = _compiled().get(tuple(key))
+    if found is None:
+        options = {**constants, **options}
+        compiled = kernel[grid](*args, **options)
+        if compiled is not None:  # the interpreter compiles nothing
+            values = tuple(options[name] for name in kernel.arg_names[len(args) :])
+            _compiled()[tuple(key)] = compiled, values, (kernel, constants)
+        return
+    compiled, values, _ = found
+    compiled[(*grid, 1, 1)[:3]](*args, *values)
 
 
 def _compile_launcher(compiled: Any) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..attention.paged_gpu import power_of_two, warps
-from ..kernels.launching import launch
+from ..attention.gpu_cache import power_of_two, warps
+from ..attention.paged_gpu import dependence
+from ..kernels.launching import gpu_kernels, launch
+from .family import NormKind
 from .norms import RMSNorm
 from .skinny import Clamp, gate_constants
 
@@ -60,36 +65,38 @@ def _launch(
     row: int,
     scale: Tensor | None = None,
 ) -> None:
-    from ..kernels.gpu import layers as kernels
-
     tokens, size = x.shape
-    width, first = power_of_two(size), norm or after
+    first = norm or after
     assert first is not None
-    launch(kernels.add_norm, (tokens,),
+    traits = added is not None, after is not None, scale is not None, norm is not None
+    launch(gpu_kernels("layers").add_norm, (tokens,),
         x, x if added is None else added, x if after is None else after.gain, x if scale is None else scale,
         x if norm is None else norm.gain, normed, first.eps,
-        SIZE=size, SIZE_P=width, ROW=row, ADD=added is not None, AFTER=after is not None, SCALE=scale is not None,
-        NORM=norm is not None, WIDE=first.kind.is_wide, CENTERED=first.kind.is_centered, num_warps=warps(width),
+        constants=_norm_constants(size, row, first.kind, traits), **dependence(x.device),
     )  # fmt: skip
+
+
+@functools.cache
+def _norm_constants(size: int, row: int, kind: NormKind, traits: tuple[bool, bool, bool, bool]) -> dict[str, Any]:
+    width, (add, after, scale, norm) = power_of_two(size), traits
+    return {
+        "SIZE": size, "SIZE_P": width, "ROW": row, "ADD": add, "AFTER": after, "SCALE": scale, "NORM": norm,
+        "WIDE": kind.is_wide, "CENTERED": kind.is_centered, "num_warps": warps(width),
+    }  # fmt: skip
 
 
 def gated(gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
     """Return activation(gate) * up, [tokens, inner], for gate_up [tokens, 2 * inner]; `clamp`: in place of the
     activation."""
-    from ..kernels.gpu import layers as kernels
-
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
-    out = gate_up.new_empty(tokens, inner)
-    tile = min(GATE_TILE, power_of_two(inner))
-    launch(
-        kernels.gate,
-        (tokens, -(-inner // tile)),
-        gate_up,
-        out,
-        INNER=inner,
-        TILE=tile,
-        **gate_constants(activation, clamp),
-        num_warps=warps(tile),
-    )
+    out, constants = gate_up.new_empty(tokens, inner), _gate_constants(inner, activation, clamp)
+    grid = tokens, -(-inner // constants["TILE"])
+    launch(gpu_kernels("layers").gate, grid, gate_up, out, constants=constants, **dependence(out.device))
     return out
+
+
+@functools.cache
+def _gate_constants(inner: int, activation: str, clamp: Clamp | None) -> dict[str, Any]:
+    tile = min(GATE_TILE, power_of_two(inner))
+    return {"INNER": inner, "TILE": tile, **gate_constants(activation, clamp), "num_warps": warps(tile)}

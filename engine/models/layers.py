@@ -238,13 +238,13 @@ class Linear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return [rows, weight's rows] for x: [rows, columns]; `residual`, of the same shape, is added at the end."""
-        if isinstance(self._packed, Packed) or (self._packed is not None and self.scale == 1):
-            return self._packed(x, residual)
         if self._packed is not None:
+            if isinstance(self._packed, Packed) or self.scale == 1:
+                return self._packed(x, residual)
             out = self._packed(x)
         elif self._reordered is not None:
             out = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
-        elif (tile := self._tile(len(x))) is not None:
+        elif (tile := self._tile(x.shape[0])) is not None:
             out = multiply(x, self.weight, tile, bias=self.bias, dtype=torch.float32 if self._is_wide else None)
         elif self._is_wide and self.bias is None:
             out = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
@@ -265,7 +265,8 @@ class Linear:
         self._few = tiles
 
     def _tile(self, rows: int) -> Tile | None:
-        return tile_of(self._few if self._uniform is None else self._uniform, rows)
+        tiles = self._few if self._uniform is None else self._uniform
+        return tile_of(tiles, rows) if tiles else None
 
     @property
     def uniform(self) -> Uniform | None:
@@ -287,13 +288,12 @@ class Linear:
         x: Tensor,
         tile: Tile,
         *,
-        norm: tuple[Tensor, float] | None = None,
         residual: Tensor | None = None,
         activation: str = "",
     ) -> Tensor:
         """Return the layer by our kernel for few rows on a GPU, see skinny.multiply; the layer must be plain."""
         assert self.is_plain
-        return multiply(x, self.weight, tile, bias=self.bias, norm=norm, residual=residual, activation=activation)
+        return multiply(x, self.weight, tile, bias=self.bias, residual=residual, activation=activation)
 
     @property
     def saved_bytes(self) -> int:

@@ -28,7 +28,7 @@ class Routed(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        return len(self.order.owners)
+        return self.order.owners.shape[0]
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, int]:

@@ -1,0 +1,97 @@
+"""Caches as the Triton attention kernels read them, and the constants of these kernels: what a layer's launches have in
+common is made once."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backend import LayerCache
+from .layer import LARGEST, AttentionLayer
+
+
+class Shape(NamedTuple):
+    """How a program of `attend` computes."""
+
+    keys: int  # that are multiplied at once
+    warps: int
+    stages: int  # of the loop over keys; the ids of blocks take two of them
+
+
+class GPUCache(LayerCache):
+    """A cache as the kernels read it. What is derived from its fields is kept, in a dictionary that LayerCache has not:
+    each launch would derive it again."""
+
+    @functools.cached_property
+    def is_scaled(self) -> bool:
+        return self.tensor.dtype in LARGEST
+
+    @functools.cached_property
+    def scales(self) -> Tensor:
+        return self.tensor.view(torch.float32) if self.is_scaled else self.tensor
+
+    @functools.cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Of blocks and heads, in numbers of the tensor and of the scales."""
+        return *self.tensor.stride()[:2], *self.scales.stride()[:2]
+
+    @functools.cached_property
+    def rotate_constants(self) -> dict[str, Any]:
+        return rotate_constants(self.layer, self.block_size, is_scaled=self.is_scaled)
+
+
+@functools.cache
+def rotate_constants(layer: AttentionLayer, block_size: int, *, is_scaled: bool) -> dict[str, Any]:
+    """Return the constants of the kernel `rotate_store` that depend on the layer and its cache alone."""
+    group, half = power_of_two(layer.num_heads // layer.num_kv_heads), power_of_two(layer.head_dim // 2)
+    return {
+        "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "GROUP_P": group,
+        "HALF_P": half, "BLOCK": block_size, "SCALED": is_scaled, "num_warps": warps(2 * group * half),
+    }  # fmt: skip
+
+
+@functools.cache
+def attend_constants(
+    layer: AttentionLayer,
+    queries: int,
+    shape: Shape,
+    cached: tuple[int, int, bool],  # tokens of a block and of a part, and whether there are sinks
+    *,
+    uniform: bool,
+    is_scaled: bool,
+    is_large: bool,
+) -> dict[str, Any]:
+    """Return the constants of the kernel `attend`, except WIDEN and `dependence`."""
+    block_size, split, has_sinks = cached
+    return {
+        "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "V_DIM": layer.v_head_dim,
+        "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": block_size,
+        "SPLIT": split, "SINKS": has_sinks, "QUERIES": queries, "ROWS": tile_rows(layer, queries), "TILE": shape.keys,
+        "UNIFORM": uniform, "SKIP": is_large and queries > 1, "WINDOW": layer.window or 0,
+        "SOFTCAP": layer.softcap is not None, "SCALED": is_scaled, "num_warps": shape.warps, "num_stages": shape.stages,
+        # Fused, a compiler may round parts that are added up in two places in two ways.
+        "enable_fp_fusion": not uniform,
+    }  # fmt: skip
+
+
+def tile_rows(layer: AttentionLayer, queries: int) -> int:
+    """Return the height of the tile of this many queries: a power of two, at least what a product of tiles needs."""
+    return padded(queries * layer.num_heads // layer.num_kv_heads)
+
+
+def padded(dim: int) -> int:
+    """Return the width of a tile for heads of `dim` numbers: a power of two, at least what a product of tiles needs."""
+    return max(16, power_of_two(dim))
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
+
+
+def warps(numbers: int) -> int:
+    """Return the warps of a program for this many numbers: eight per thread, if possible, are one load of 16 bytes."""
+    return min(16, max(1, numbers // 256))
