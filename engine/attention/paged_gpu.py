@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import functools
 import importlib.util
 import os
 import shutil
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig
-from ..kernels.launching import launch
+from ..kernels.launching import gpu_kernels, launch
 from . import gpu_plan
 from .backend import AttentionBackend, LayerCache
+from .gpu_cache import GPUCache, Shape, attend_constants, padded, tile_rows
 from .gpu_plan import ITEM, Plan
 from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta
@@ -26,8 +29,10 @@ from .reference import Reference
 # The largest heads of each breadth, in numbers: the larger, the fewer queries and keys fit into registers at a time.
 WIDTHS = 128, 256, 512
 LARGE_MEMORY = 200 << 10  # bytes of shared memory of a multiprocessor
-# Per multiprocessor. Depending on the layer, one to three fit at a time; then they run in rounds that are all full.
-PROGRAMS = 6
+RESERVED_MEMORY = 1 << 10  # of it, for each program
+# Per multiprocessor, of rows of one query and of longer ones: more than fit at a time, so that the last ones fill what
+# the first have left.
+PROGRAMS, CHUNK_PROGRAMS = 16, 6
 # By breadth, queries times the heads that share a KV head, in an item of a longer row: of GPUs with large memory and of
 # others, see `has_large_memory`; in float32, whose products run without matrix units; and where rows of one query have
 # them, too, so that two sets of sums are held.
@@ -40,6 +45,14 @@ MAX_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 TRIAL_BLOCK = 16  # tokens per block in the trial
 FP8_CAPABILITY = (8, 9)  # of GPUs that convert fp8
 DEPENDENT_CAPABILITY = (9, 0)  # see `is_dependent`
+DEPENDENT, NOT_DEPENDENT = {"DEPENDENT": True, "launch_pdl": True}, {"DEPENDENT": False}  # see `dependence`
+
+
+# Of rows of one query, which take the time in which their keys and values are read. With few rows a program reads much
+# at once; with many, programs of one warp need not wait for other warps.
+FEW_ROWS = 8
+FEW, MANY = Shape(128, 4, 3), Shape(32, 1, 4)
+CHUNK = Shape(128, 8, 3)  # of longer rows
 
 
 class HeadNorms(NamedTuple):
@@ -61,16 +74,6 @@ class Rotation(NamedTuple):
     is_wide: bool = False  # computed in float32, and rounded once
     query_scales: Tensor | None = None  # see Rotary
     period: int = 0  # positions with the same scale
-
-
-class _View:
-    """A cache as the kernels read it."""
-
-    def __init__(self, cache: LayerCache) -> None:
-        self.tensor = cache.tensor
-        self.is_scaled = cache.tensor.dtype in LARGEST
-        self.scales = cache.tensor.view(torch.float32) if self.is_scaled else cache.tensor
-        self.strides = *self.tensor.stride()[:2], *self.scales.stride()[:2]  # of blocks and heads
 
 
 class PagedGPU:
@@ -141,7 +144,7 @@ class PagedGPU:
         # A share's scales are aligned to four bytes.
         padding = -block_size * (layer.head_dim + layer.v_head_dim) % 4 if dtype in LARGEST else 0
         tensor = torch.empty(num_blocks, layer.num_kv_heads, block_size * line + padding, dtype=dtype, device=device)
-        return LayerCache(layer, block_size, tensor, None if sinks is None else sinks.float().contiguous())
+        return GPUCache(layer, block_size, tensor, None if sinks is None else sinks.float().contiguous())
 
     def plan(self, meta: AttentionMeta) -> Plan:
         return Plan(meta)
@@ -150,14 +153,13 @@ class PagedGPU:
         return None
 
     def attend(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-        from ..kernels.gpu import attention as kernels
-
-        layer, view = cache.layer, _View(cache)
+        assert isinstance(cache, GPUCache)
+        kernels, layer = gpu_kernels("storing"), cache.layer
         launch(kernels.store, (k.shape[0], layer.num_kv_heads),
-            k, v, plan.tables(cache).slot_mapping, view.tensor, view.scales,
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1), *view.strides,
+            k, v, plan.tables(cache).slot_mapping, cache.tensor, cache.scales,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1), *cache.strides,
             DIM=layer.head_dim, V_DIM=layer.v_head_dim, DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim),
-            BLOCK=cache.block_size, SCALED=view.is_scaled,
+            BLOCK=cache.block_size, SCALED=cache.is_scaled,
             num_warps=1, enable_fp_fusion=False,  # quantizing is exact
         )  # fmt: skip
         return self._attend(cache, q, plan)
@@ -177,62 +179,55 @@ class PagedGPU:
         The queries are rotated in place, in `qkv`.
         """
         self.rotate_store(cache, qkv, rotation, norms, plan)
-        layer = cache.layer
-        q = qkv[:, : layer.num_heads * layer.head_dim].unflatten(1, (layer.num_heads, layer.head_dim))
-        return self._attend(cache, q, plan)
+        tokens, layer = qkv.shape[0], cache.layer
+        heads, dim = layer.num_heads, layer.head_dim
+        # Of the first columns; a slice and its shape would be two views.
+        return self._attend(cache, qkv.as_strided((tokens, heads, dim), (qkv.stride()[0], dim, 1)), plan)
 
     def rotate_store(
         self, cache: LayerCache, qkv: Tensor, rotation: Rotation | None, norms: HeadNorms | None, plan: Plan
     ) -> None:
         """Do all of `attend_qkv` that comes before attention."""
-        from ..kernels.gpu import attention as kernels
-
-        layer, view = cache.layer, _View(cache)
-        group, half = power_of_two(layer.num_heads // layer.num_kv_heads), power_of_two(layer.head_dim // 2)
+        assert isinstance(cache, GPUCache)
+        kernels, layer = gpu_kernels("storing"), cache.layer
+        tokens, columns = qkv.shape
         turn = rotation or Rotation(qkv, qkv)  # which are not read
-        own = (qkv.shape[1] // layer.head_dim - layer.num_heads) // layer.num_kv_heads
-        launch(kernels.rotate_store, (qkv.shape[0], layer.num_kv_heads),
+        own = (columns // layer.head_dim - layer.num_heads) // layer.num_kv_heads
+        launch(kernels.rotate_store, (tokens, layer.num_kv_heads),
             qkv, qkv if norms is None else norms.q, qkv if norms is None else norms.k, turn.positions, turn.angles,
             qkv if turn.query_scales is None else turn.query_scales,
-            plan.tables(cache).slot_mapping, view.tensor, view.scales, 0.0 if norms is None else norms.eps,
-            qkv.stride(0), *view.strides,
-            HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, GROUP_P=group, HALF_P=half,
-            BLOCK=cache.block_size, OWN=own, NORM=norms is not None, WIDE=norms is not None and norms.is_wide,
+            plan.tables(cache).slot_mapping, cache.tensor, cache.scales, 0.0 if norms is None else norms.eps,
+            qkv.stride()[0], *cache.strides,
+            constants=cache.rotate_constants, OWN=own, NORM=norms is not None, WIDE=norms is not None and norms.is_wide,
             NORM_VALUES=norms is not None and norms.has_values and own > 0,
             TURNED=0 if rotation is None else 2 * rotation.angles.shape[2], INTERLEAVED=turn.is_interleaved,
-            WIDE_TURN=turn.is_wide, PERIOD=turn.period, SCALED=view.is_scaled,
-            num_warps=warps(2 * group * half), enable_fp_fusion=False, **dependence(qkv.device),
+            WIDE_TURN=turn.is_wide, PERIOD=turn.period, enable_fp_fusion=False, **dependence(qkv.device),
         )  # fmt: skip
 
     def _attend(self, cache: LayerCache, q: Tensor, plan: Plan) -> Tensor:
         """Attend to what the cache holds; see `attend`."""
-        from ..kernels.gpu import attention as kernels
-
-        layer, meta, view, uniform = cache.layer, plan.meta, _View(cache), self.invariant
-        out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
-        part, is_large = gpu_plan.SPLIT, has_large_memory(q.device)
-        queries, table = queries_of(layer, q.dtype, uniform=uniform, is_large=is_large), plan.tables(cache).block_table
+        assert isinstance(cache, GPUCache)
+        kernels, layer, meta, uniform = gpu_kernels("attention"), cache.layer, plan.meta, self.invariant
+        device, dtype, tokens = q.device, q.dtype, q.shape[0]
+        out = q.new_empty(tokens, layer.num_heads, layer.v_head_dim)
+        part, is_large, dependent = gpu_plan.SPLIT, has_large_memory(device), dependence(device)
+        queries, table = queries_of(layer, dtype, uniform=uniform, is_large=is_large), plan.tables(cache).block_table
         launches = plan.launches((layer.window, queries))
         kinds = ((launches.decodes, queries if uniform else 1, part), (launches.chunks, queries, part * uniform))
+        traits = {"uniform": uniform, "is_scaled": cache.is_scaled, "is_large": is_large}
         for works, most, split in kinds:
             for work in works:
-                self._reserve(work.num_parts, layer, q.device)
-                launch(kernels.attend, (layer.num_kv_heads, programs(work.max_items, layer.num_kv_heads, q.device)),
-                    q, view.tensor, view.scales, table, work.table, meta.query_start, meta.seq_lens, out,
+                shape = attend_shape(layer, dtype, most, min(tokens, FEW_ROWS + 1), **traits)
+                self._reserve(work.num_parts, layer, device)
+                launch(kernels.attend, (layer.num_kv_heads, programs(work.max_items, layer.num_kv_heads, most, device)),
+                    q, cache.tensor, cache.scales, table, work.table, meta.query_start, meta.seq_lens, out,
                     self._sums, self._weights, self._arrived, out if cache.sinks is None else cache.sinks,
                     layer.scale, layer.softcap or 0.0,
-                    q.stride(0), q.stride(1), *view.strides, out.stride(0),
-                    HEADS=layer.num_heads, KV_HEADS=layer.num_kv_heads, DIM=layer.head_dim, V_DIM=layer.v_head_dim,
-                    DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim), BLOCK=cache.block_size,
-                    QUERIES=most, ROWS=tile_rows(layer, most), SPLIT=split,
-                    TILE=tile(layer, q.dtype, is_crowded=uniform and view.is_scaled),
-                    UNIFORM=uniform, SKIP=is_large, WINDOW=layer.window or 0, SOFTCAP=layer.softcap is not None,
-                    SINKS=cache.sinks is not None, SCALED=view.is_scaled, WIDEN=is_interpreted(),
-                    **dependence(q.device),
-                    num_warps=attend_warps(layer, most),
-                    num_stages=attend_stages(layer, most, q.dtype, is_scaled=view.is_scaled, is_large=is_large),
-                    # Fused, a compiler may round parts that are added up in two places in two ways.
-                    enable_fp_fusion=not uniform,
+                    *q.stride()[:2], *cache.strides, layer.num_heads * layer.v_head_dim,
+                    constants=attend_constants(
+                        layer, most, shape, (cache.block_size, split, cache.sinks is not None), **traits
+                    ),
+                    WIDEN=is_interpreted(), **dependent,
                 )  # fmt: skip
         return out
 
@@ -253,7 +248,7 @@ class PagedGPU:
 
 def breadth(layer: AttentionLayer) -> int:
     """Return the place in WIDTHS of a layer's heads."""
-    return sum(widest(layer) > width for width in WIDTHS[:-1])
+    return bisect.bisect_left(WIDTHS[:-1], widest(layer))
 
 
 def queries_of(layer: AttentionLayer, dtype: torch.dtype, *, uniform: bool = False, is_large: bool) -> int:
@@ -266,25 +261,38 @@ def queries_of(layer: AttentionLayer, dtype: torch.dtype, *, uniform: bool = Fal
     return max(1, rows * layer.num_kv_heads // layer.num_heads)
 
 
-def tile_rows(layer: AttentionLayer, queries: int) -> int:
-    """Return the height of the tile of this many queries: a power of two, at least what a product of tiles needs."""
-    return padded(queries * layer.num_heads // layer.num_kv_heads)
+@functools.cache
+def attend_shape(
+    layer: AttentionLayer,
+    dtype: torch.dtype,
+    queries: int,
+    tokens: int,
+    *,
+    uniform: bool,
+    is_scaled: bool,
+    is_large: bool,
+) -> Shape:
+    """Return how programs compute whose items have this many queries, in a step of `tokens` tokens.
 
-
-def attend_warps(layer: AttentionLayer, queries: int) -> int:
-    """Return the warps of a program whose items have this many queries: the fewest whose registers do not spill."""
-    return 8 if queries > 1 or tile_rows(layer, queries) > 64 or breadth(layer) > 1 else 4
-
-
-def attend_stages(layer: AttentionLayer, queries: int, dtype: torch.dtype, *, is_scaled: bool, is_large: bool) -> int:
-    """Return the depth of the loop over keys: the largest whose registers do not spill, see `has_large_memory`.
-
-    The ids of blocks take two of the stages: with three, keys are loaded when they are needed, and not before.
+    Without measurements these are the most keys, the fewest warps and the most stages whose registers do not spill.
     """
+    kind, rows = breadth(layer), tile_rows(layer, queries)
+    if is_large and not (uniform or kind or dtype == torch.float32):
+        if queries == 1 and rows <= 16 and (not is_scaled or layer.head_dim == layer.v_head_dim == WIDTHS[0]):
+            return FEW if tokens <= FEW_ROWS else MANY
+        if queries > 1 and not (is_scaled or layer.window):
+            return CHUNK
+    # Uniform tiles of a cache with scales take more registers.
+    keys = 32 if kind or (uniform and is_scaled) else 64
+    if dtype == torch.float32 or kind > 1:
+        keys = 16 if kind else 32
+    warps = 8 if queries > 1 or rows > 64 or kind > 1 else 4
+    # With three stages keys are loaded when they are needed, and not before.
     is_deep = queries == 1 or (dtype != torch.float32 and not is_scaled)
-    return 5 if is_large and is_deep and breadth(layer) < 2 else 3
+    return Shape(keys, warps, 5 if is_large and is_deep and kind < 2 else 3)
 
 
+@functools.cache
 def has_large_memory(device: torch.device) -> bool:
     """Return whether a GPU is a Hopper or a Blackwell of data centers, by its shared memory.
 
@@ -297,28 +305,13 @@ def has_large_memory(device: torch.device) -> bool:
     return properties.shared_memory_per_multiprocessor >= LARGE_MEMORY
 
 
-def padded(dim: int) -> int:
-    """Return the width of a tile for heads of `dim` numbers: a power of two, at least what a product of tiles needs."""
-    return max(16, power_of_two(dim))
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not below a number."""
-    return 1 << (number - 1).bit_length()
-
-
-def warps(numbers: int) -> int:
-    """Return the warps of a program for this many numbers: eight per thread, if possible, are one load of 16 bytes."""
-    return min(16, max(1, numbers // 256))
-
-
-def tile(layer: AttentionLayer, dtype: torch.dtype, *, is_crowded: bool = False) -> int:
-    """Return the number of keys that are multiplied at once: what registers and shared memory allow without spills."""
-    # `is_crowded`: uniform tiles of a cache with scales take more registers.
-    kind = breadth(layer)
-    if dtype == torch.float32 or kind > 1:
-        return 16 if kind else 32
-    return 32 if kind or is_crowded else 64
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have."""
+    if device.type not in ("cuda", "meta"):  # in the interpreter
+        return LARGE_MEMORY
+    properties = torch.cuda.get_device_properties(None if device.type == "meta" else device)
+    return properties.shared_memory_per_multiprocessor - RESERVED_MEMORY
 
 
 def widest(layer: AttentionLayer) -> int:
@@ -326,24 +319,29 @@ def widest(layer: AttentionLayer) -> int:
     return padded(max(layer.head_dim, layer.v_head_dim))
 
 
-def programs(items: int, kv_heads: int, device: torch.device) -> int:
-    """Return the number of programs per KV head that share the work items of a launch."""
+def programs(items: int, kv_heads: int, queries: int, device: torch.device) -> int:
+    """Return the number of programs per KV head that share the work items of a launch, of this many queries each."""
     if device.type != "cuda":
         return min(items, 3)
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(items, PROGRAMS * multiprocessors // kv_heads))
+    most = PROGRAMS if queries == 1 else CHUNK_PROGRAMS
+    return max(1, min(items, most * _multiprocessors(device) // kv_heads))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def dependence(device: torch.device) -> dict[str, Any]:
     """Return the options of a kernel that is launched before the one before it has ended, and waits for that itself.
 
-    It waits before it reads or writes anything, so what it does is in the order of the stream whatever the kernel after
-    it is.
+    Before it waits it reads weights, and inputs that no kernel of the step writes; it neither reads a result nor writes
+    anything. So what it does is in the order of the stream, whatever the kernel after it is.
     """
-    dependent = is_dependent(device)
-    return {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
+    return DEPENDENT if is_dependent(device) else NOT_DEPENDENT
 
 
+@functools.cache
 def is_dependent(device: torch.device) -> bool:
     """Return whether a GPU launches kernels before the one before it has ended."""
     if device.type not in ("cuda", "meta") or is_interpreted():
@@ -352,6 +350,7 @@ def is_dependent(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(None if device.type == "meta" else device) >= DEPENDENT_CAPABILITY
 
 
+@functools.cache
 def is_interpreted() -> bool:
     """Return whether Triton runs kernels in its interpreter, on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -411,7 +410,8 @@ def trial(
 def _error(
     ours: PagedGPU, layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Return the relative difference from the reference, for a chunk of two tiles and then a decode of two parts."""
+    """Return the relative difference from the reference, for a chunk of two tiles and then decodes of two parts: of one
+    row, and of many that share the blocks."""
     draw = torch.Generator().manual_seed(0)
     length = gpu_plan.SPLIT + 2
     blocks = list(range(-(-length // TRIAL_BLOCK)))
@@ -427,10 +427,11 @@ def _error(
         backends: list[AttentionBackend] = [ours, Reference()]
         for backend in backends:
             cache = backend.allocate(layer, len(blocks), TRIAL_BLOCK, cache_dtype, device, sinks=sinks)
-            pieces = []
-            for first, last in ((0, length - 1), (length - 1, length)):
-                plan = backend.plan(AttentionMeta.of([(blocks, first, last - first)], TRIAL_BLOCK, device))
-                pieces.append(backend.attend(cache, q[first:last], k[first:last], v[first:last], plan).double())
+            pieces, many = [], [(blocks, first, 1) for first in range(length - FEW_ROWS - 1, length)]
+            for rows in ([(blocks, 0, length - 1)], [(blocks, length - 1, 1)], many):
+                plan = backend.plan(AttentionMeta.of(rows, TRIAL_BLOCK, device))
+                of = slice(rows[0][1], rows[-1][1] + rows[-1][2])
+                pieces.append(backend.attend(cache, q[of], k[of], v[of], plan).double())
             results.append(torch.cat(pieces))
     found, reference = results
     return float((found - reference).norm() / reference.norm())

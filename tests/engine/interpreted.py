@@ -41,7 +41,8 @@ def small(monkeypatch):
     monkeypatch.setattr(gpu_plan, "SPLIT", 32)
     monkeypatch.setattr(paged_gpu, "TILE_ROWS", (16, 16, 16))
     monkeypatch.setattr(paged_gpu, "FLOAT32_TILE_ROWS", (16, 16, 16))
-    monkeypatch.setattr(paged_gpu, "tile", lambda *_, **__: 16)
+    shape = paged_gpu.attend_shape
+    monkeypatch.setattr(paged_gpu, "attend_shape", lambda *args, **traits: shape(*args, **traits)._replace(keys=16))
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from engine.kernels.gpu import attention as attention_kernels
 from engine.kernels.gpu import experts as expert_kernels
 from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import skinny as skinny_kernels
+from engine.kernels.gpu import storing as storing_kernels
 from engine.models import dummy, on_gpu, rope
 from engine.runner import Runner, Step, cuda_graphs, logits_choice
 from engine.scheduler import Scheduler
@@ -53,7 +54,7 @@ def recorder(monkeypatch) -> Iterator[Recorder]:
     monkeypatch.setattr(dummy, "STD", 0.4)  # so that tokens differ
     monkeypatch.setattr(rope, "TABLE", 4)  # so that the table of angles grows
     monkeypatch.setattr(gpu_plan, "SPLIT", 32)  # so that some decodes have two parts
-    with recorder.kernels(attention_kernels, expert_kernels, layer_kernels, skinny_kernels):
+    with recorder.kernels(attention_kernels, storing_kernels, expert_kernels, layer_kernels, skinny_kernels):
         yield recorder
 
 

@@ -28,10 +28,12 @@ from engine.build import Built, build, describe
 from engine.kernels.gpu import attention as attention_kernels
 from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import skinny as skinny_kernels
+from engine.kernels.gpu import storing as storing_kernels
 from engine.models import dummy, gpu_weights, invariance, layers, on_gpu, skinny
 from engine.models.decoder import Decoder
 from engine.models.gpu_experts import RoutedExperts
-from engine.models.gpu_weights import ROUNDED, GPUProduct, random_weight
+from engine.models.gpu_form import ROUNDED
+from engine.models.gpu_weights import GPUProduct, random_weight
 from engine.models.on_gpu import OnGPU
 from engine.models.routing import Order
 from engine.models.skinny import ANY, UNIFORM, UNIFORM_FLOAT32, Tile, multiply, tile_of
@@ -61,7 +63,8 @@ def ordered(monkeypatch):
         return TensorHandle(found, total.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-    monkeypatch.setattr(paged_gpu, "tile", lambda *_, **__: 8)
+    shape = paged_gpu.attend_shape
+    monkeypatch.setattr(paged_gpu, "attend_shape", lambda *args, **traits: shape(*args, **traits)._replace(keys=8))
     monkeypatch.setattr(gpu_plan, "SPLIT", PART)
 
 
@@ -379,7 +382,7 @@ def test_an_engine_gives_the_same_bits_alone_in_a_batch_in_chunks_after_hits_and
     base = config_of(written("qwen3", tmp_path), **sizes, async_scheduling=False)
     prompts = [[(7 * place + number) % 96 for place in range(length)] for number, length in enumerate((PART + 3, 2))]
     prompts[1:] = [[*prompts[0][:8], *prompt] for prompt in prompts[1:]]
-    with recorder.kernels(attention_kernels, layer_kernels, skinny_kernels):
+    with recorder.kernels(attention_kernels, storing_kernels, layer_kernels, skinny_kernels):
         eager = build(replace(base, enforce_eager=True, num_blocks=60, max_batched_tokens=48, prefix_caching=False))
         assert eager.info.exact and (eager.info.product, eager.config.products) == ("triton", "torch")
         loop = Loop(eager)

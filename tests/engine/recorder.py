@@ -194,7 +194,7 @@ class Recorder:
             (module, name, kernel)
             for module in modules
             for name, kernel in vars(module).items()
-            if hasattr(kernel, "fn") and not name.startswith("_") and hasattr(kernel, "__getitem__")
+            if getattr(getattr(kernel, "fn", None), "__module__", "") == module.__name__ and not name.startswith("_")
         ]
         for module, name, kernel in replaced:
             setattr(module, name, Recorded(kernel))

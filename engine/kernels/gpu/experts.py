@@ -3,19 +3,21 @@
 A pair is a token and one of its experts; its number is token * ACTIVE + the expert's place in the token's order. The
 products compute pairs in tiles, all of one expert (as in vLLM's `fused_moe`). How many tiles an expert needs is known
 on the device alone. So there are as many tiles as any choice can need, and those that are left over compute nothing.
+DEPENDENT as in skinny.multiply.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def choose(
     logits_ptr, correction_ptr, scales_ptr, weights_ptr, chosen_ptr, scale,
     EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, ACTIVE: tl.constexpr, ACTIVE_P: tl.constexpr,
-    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, SCALES: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, SCALES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the weights and the numbers of a token's experts, the best first; among equals the first one is better.
 
@@ -24,6 +26,9 @@ def choose(
     the choice. With NORMALIZE a token's weights are divided by their sum. With SCALES they are multiplied by those of
     the experts, [EXPERTS]. EXPERTS_P, ACTIVE_P: powers of two, not smaller.
     """
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     e, place = tl.arange(0, EXPERTS_P), tl.arange(0, ACTIVE_P)
     live = e < EXPERTS
@@ -55,13 +60,16 @@ def choose(
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def arrange(
     chosen_ptr, pairs_ptr, owners_ptr, pairs, tiles,
-    EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write an expert's pairs, in their order, to the tiles that follow those of the experts before it.
 
     The grid is (EXPERTS). chosen: [pairs] int32. pairs_ptr: [tiles * TOKENS] int32, -1 where a tile has no pair.
     owners: [tiles] int32, each tile's expert, -1 behind the last expert's. EXPERTS_P: a power of two above EXPERTS.
     """
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.program_id(0)
     e, i = tl.arange(0, EXPERTS_P), tl.arange(0, TILE)
     counts = tl.zeros([EXPERTS_P], tl.int32)
@@ -89,13 +97,16 @@ def arrange(
 @triton.jit
 def combine(
     x_ptr, results_ptr, weights_ptr, shared_ptr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Add weight * result of a token's experts, in their order, to TILE numbers of its row of x in place.
 
     x: [tokens, SIZE]. results: [tokens * ACTIVE, SIZE]. weights: [tokens, ACTIVE] float32. With SHARED a row of shared
     [tokens, SIZE] is added first. The sum is in float32, and is rounded once.
     """
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     live = i < SIZE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import activations
 
@@ -33,15 +34,18 @@ def _normalized(
 def add_norm(
     x_ptr, added_ptr, after_ptr, scale_ptr, weight_ptr, normed_ptr, eps,
     SIZE: tl.constexpr, SIZE_P: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, AFTER: tl.constexpr,
-    SCALE: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, CENTERED: tl.constexpr,
+    SCALE: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, CENTERED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """With ADD add a row of `added` to x in place, with AFTER its norm, and with SCALE multiply the sum by the number
     `scale`; with NORM write the norm of x to `normed`.
 
     x, added, normed: [rows, SIZE] of one dtype, each row ROW numbers after the one before. normed may be x. after,
     weight: [SIZE], of the norms, which are as in `_normalized`. The sum is rounded once to the dtype, and so is its
-    multiple. SIZE_P: a power of two >= SIZE.
+    multiple. SIZE_P: a power of two >= SIZE. DEPENDENT as in skinny.multiply.
     """
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     i = tl.arange(0, SIZE_P)
     live = i < SIZE
@@ -65,12 +69,16 @@ def add_norm(
 def gate(
     gate_up_ptr, out_ptr,
     INNER: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write activation(gate) * up, rounded once, for TILE numbers of a row.
 
     gate_up: [rows, 2 * INNER], the gate first. out: [rows, INNER]. Both are contiguous. ACTIVATION as in config.json,
-    or "clamped", see activations.gated.
+    or "clamped", see activations.gated. DEPENDENT as in skinny.multiply.
     """
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     live = i < INNER
