@@ -40,7 +40,7 @@ GRAPH_BYTES, LAUNCH_BYTES = 256 << 10, 16 << 10
 LAYER_LAUNCHES, EXPERT_LAUNCHES, BESIDE_LAUNCHES, NORM_LAUNCHES, INPUT_LAUNCHES = 10, 3, 12, 2, 5
 WORKSPACE_BYTES = 32 << 20
 # The launches of the graphs of a number of drawing rows, and the tables of counts of a row, see TritonLogits.
-DRAW_LAUNCHES, DRAW_TABLES = 40, 64 << 10
+DRAW_LAUNCHES, DRAW_TABLES = 48, 64 << 10
 
 
 @dataclass(frozen=True, slots=True)

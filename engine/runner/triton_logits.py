@@ -4,8 +4,9 @@ A sampled token is the same as on a CPU, to the last bit: weights are whole numb
 or rounded operations, and whole numbers have the same sum in any order. Log-probabilities need a logarithm, which
 differs between devices in the last bit of a float64; they are rounded to float32.
 
-Sampling takes three launches, and three more if a row has top_k, three more if a row has top_p. The greedy token takes
-two, changes take up to four, masks one. Nothing waits for the device.
+Sampling takes three launches, and three more for a short list if a row has top_k or top_p; then four for top_k and
+three for top_p, whose programs end at once if the list was enough. The greedy token takes two, changes take up to four,
+masks one. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..attention.paged_gpu import dependence, is_interpreted, lack, power_of_two
+from ..attention.gpu_cache import power_of_two
+from ..attention.paged_gpu import dependence, is_interpreted, lack
 from ..kernels.launching import launch
 from ..kernels.logits import TopLogits
 from .changes import Changes, Ints, Penalties, Tokens, on_device
@@ -30,7 +32,8 @@ TILE, TILES = 2048, 2
 WARPS = 8
 ENTRIES = 256  # changes per program
 # Sizes of the kernels' tables, see engine/kernels/gpu/logits.py.
-STATE, COUNT_DIGITS, COUNTS, SUM_DIGITS, SUMS = 2, 4, 256, 3, 1024
+STATE, COUNT_DIGITS, COUNTS, SUM_DIGITS, SUMS = 6, 4, 256, 3, 1024
+TOTAL, GROUP, LENGTH = 1, 512, 512
 # A row's parameters, as the kernels read them.
 FIELDS = np.dtype(
     [
@@ -49,6 +52,7 @@ TRIAL = [
     (0.7, 0.9, 0.0, 0.4, 5),
     (1.0, 0.95, 0.02, 0.8, 1 << 62),
     (2.0, 0.5, 0.0, 0.6, 1000),
+    (8.0, 0.7, 0.0, 0.6, 1 << 62),  # needs more tokens than a list has
 ]
 MAX_ERROR = 1e-5  # of a log-probability in the trial
 
@@ -69,8 +73,11 @@ class TritonLogits:
         self.device = device
         self._parts = -(-vocab_size // (TILE * TILES))
         # Without fused multiplications and additions, so that each operation is rounded as on a CPU.
-        self._options = {"num_warps": WARPS, "enable_fp_fusion": False}
-        self._tiles = {"SIZE": vocab_size, "TILE": TILE, "TILES": TILES, **self._options, **dependence(device)}
+        self._options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
+        self._group = min(GROUP, TILE)
+        self._groups = self._parts * TILES * TILE // self._group
+        self._plain = {**self._options, **dependence(device)}
+        self._tiles = {"SIZE": vocab_size, "TILE": TILE, "TILES": TILES, **self._plain}
         self._in_parts = {"PARTS": self._parts, **self._tiles}
         self._over_parts = {"PARTS_P": power_of_two(max(2, self._parts)), **self._in_parts}
 
@@ -81,7 +88,7 @@ class TritonLogits:
         tops, ids = self._outputs(x)
         if len(x):
             state, *_ = self._memory(x)
-            launch(kernels.find_top, (len(x), self._parts), x, state, state, state, COUNT=False, **self._tiles)
+            launch(kernels.find_top, (len(x), self._parts), x, state, state, GROUP=0, **self._tiles)
             self._pick_best(state, tops, ids)
         return tops, ids
 
@@ -96,22 +103,32 @@ class TritonLogits:
         """Sample as `sample` does. rows: [rows * 5] int64, FIELDS on the device; has_k, has_p: whether any row may have
         top_k or top_p. Nothing is copied between host and device."""
         from ..kernels.gpu import logits as kernels
+        from ..kernels.gpu import shortlist
 
         x = self._checked(x)
-        grid = len(x), self._parts
+        grid, rows_grid = (len(x), self._parts), (len(x),)
         state, counts, sums = self._memory(x, counts=has_k, sums=has_p)
         weights = torch.empty_like(x)
         parts = torch.empty(grid, dtype=torch.int64, device=self.device)
-        launch(kernels.find_top, grid, x, rows, state, counts, COUNT=has_k, **self._tiles)
-        for known in range(1, COUNT_DIGITS) if has_k else ():
-            launch(kernels.count_digit, grid, x, rows, counts, KNOWN=known, **self._tiles)
+        tops, ids = self._outputs(x)
+        is_filtered = has_k or has_p
+        maxima = torch.empty(len(x), self._groups, dtype=torch.int32, device=self.device) if is_filtered else state
+        launch(kernels.find_top, grid, x, state, maxima, GROUP=self._group * is_filtered, **self._tiles)
+        if is_filtered:
+            keys, listed = torch.empty(2, len(x), LENGTH, dtype=torch.int32, device=self.device)
+            live = -(-self.vocab_size // self._group)
+            groups = {"GROUPS": self._groups, "LIVE": live, "LIVE_P": power_of_two(live), **self._plain}
+            launch(shortlist.find_bound, rows_grid, rows, state, maxima, **groups)
+            launch(shortlist.shortlist, grid, x, rows, state, maxima, keys, listed, GROUP=self._group, **self._tiles)
+            launch(shortlist.draw_listed, rows_grid, rows, state, keys, listed, ids, **self._plain)
+        for known in range(COUNT_DIGITS) if has_k else ():
+            launch(kernels.count_digit, grid, x, rows, state, counts, KNOWN=known, **self._tiles)
         launch(kernels.weigh, grid, x, rows, state, counts, sums, weights, parts, SAMPLE=True, **self._in_parts)
         if has_p:
             for known in range(1, SUM_DIGITS):
                 launch(kernels.sum_digit, grid, rows, state, sums, weights, KNOWN=known, **self._tiles)
             launch(kernels.sum_kept, grid, rows, state, sums, weights, parts, **self._in_parts)
-        tops, ids = self._outputs(x)
-        launch(kernels.pick, (len(x),), rows, state, sums, weights, parts, tops, ids, SAMPLE=True, **self._over_parts)
+        launch(kernels.pick, rows_grid, rows, state, sums, weights, parts, tops, ids, SAMPLE=True, **self._over_parts)
         return tops, ids
 
     def processed(self, x: Tensor, params: NDArray) -> Tensor:
@@ -133,18 +150,18 @@ class TritonLogits:
         fields = np.zeros(len(x), FIELDS)
         fields["coldness"], fields["top_p"], fields["top_k"] = 1.0, 1.0, count
         rows = on_device(fields.view(np.int64), self.device)
-        launch(kernels.find_top, grid, x, rows, state, counts, COUNT=count > 0, **self._tiles)
+        launch(kernels.find_top, grid, x, state, state, GROUP=0, **self._tiles)
         launch(kernels.weigh, grid, x, rows, state, counts, state, x, state, SAMPLE=False, **self._in_parts)
         self._pick_best(state, tops, ids)
         if count:
             tallies = torch.empty(*grid, 2, dtype=torch.int32, device=self.device)
-            for known in range(1, COUNT_DIGITS):
-                launch(kernels.count_digit, grid, x, rows, counts, KNOWN=known, **self._tiles)
+            for known in range(COUNT_DIGITS):
+                launch(kernels.count_digit, grid, x, rows, state, counts, KNOWN=known, **self._tiles)
             launch(kernels.tally, grid, x, rows, counts, tallies, **self._in_parts)
             launch(kernels.collect, grid, x, rows, state, counts, tallies, values, indices, **self._over_parts)
             values, order = values.sort(dim=1, descending=True, stable=True)
             indices = indices.gather(1, order)
-        logs = tops + (state[1::STATE].double() / ONE).log()
+        logs = tops + (state[TOTAL::STATE].double() / ONE).log()
         return TopLogits(x, logs.masked_fill(ids < 0, torch.nan), values, indices)
 
     def change(self, x: Tensor, changes: Changes) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.batch import Entered
 from engine.kernels.gpu import logits as kernels
+from engine.kernels.gpu import shortlist
 from engine.models.decoder import Decoder
 from engine.runner import triton_logits
 from engine.runner.draw_graphs import DrawGraphs
@@ -96,7 +97,7 @@ def recorder(monkeypatch) -> Iterator[Recorder]:
     monkeypatch.setattr(triton_logits, "TILE", 64)
     monkeypatch.setattr(triton_logits, "TILES", 1)  # two parts
     recorder = Recorder()
-    with recorder.kernels(kernels):
+    with recorder.kernels(kernels, shortlist):
         yield recorder
 
 

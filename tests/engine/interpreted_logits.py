@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from engine.batch import Entered
 from engine.kernels.gpu import changes as change_kernels
+from engine.kernels.gpu import logit_numbers, shortlist
 from engine.kernels.gpu import logits as kernels
 from engine.runner import logits_choice, triton_logits
 from engine.runner.logits import ROW_PARAMS, TorchLogits
@@ -38,6 +39,7 @@ def small(monkeypatch):
     """Tiles and parts that a small vocabulary fills, so that the interpreter has little to do."""
     monkeypatch.setattr(triton_logits, "TILE", 128)
     monkeypatch.setattr(triton_logits, "TILES", 4)
+    monkeypatch.setattr(triton_logits, "GROUP", 16)
 
 
 def compare(rng: random.Random, size: int, rows: int) -> None:
@@ -103,6 +105,63 @@ def test_logits_that_differ_in_their_last_bits_are_filtered_as_in_torch():
     assert torch.equal(found, want)
 
 
+SHORT, LONG = ["find_bound", "shortlist", "draw_listed"], ["weigh", "count_digit", "sum_digit", "sum_kept"]
+
+
+def peaked(size: int) -> Tensor:
+    """Return logits of rows of which a few tokens have nearly all of the weight."""
+    x = torch.randn(40, size, generator=torch.Generator().manual_seed(2))
+    x[:, :: size // 8] += 9
+    return x
+
+
+@pytest.mark.parametrize("unused", [SHORT, LONG])
+@pytest.mark.parametrize("top_p, top_k", [(1.0, 5), (0.8, 30), (0.9, 1 << 62), (0.0, 1 << 62)])
+def test_a_short_list_and_the_long_way_draw_the_same_tokens(monkeypatch, unused, top_p, top_k):
+    """Without the kernels of one way, the other one draws."""
+    size = 1500
+    x, params = peaked(size), np.array([(0.9, top_p, 0.001, 0.0, top_k)] * 40, ROW_PARAMS)
+    params["u"] = (np.arange(40) + 0.5) / 40
+    want = TorchLogits(size, CPU).sample(x, params)
+    for name in unused:
+        monkeypatch.setattr(shortlist if name in SHORT else kernels, name, Nothing())
+    found = TritonLogits(size, CPU).sample(x, params)
+    assert all(torch.equal(mine, wanted) for mine, wanted in zip(found, want, strict=True))
+
+
+def test_the_constants_of_launches_and_kernels_are_the_same():
+    assert (logit_numbers.STATE.value, shortlist.LENGTH.value) == (triton_logits.STATE, triton_logits.LENGTH)
+
+
+def test_a_vocabulary_whose_last_part_is_mostly_empty_has_short_lists(monkeypatch):
+    """Groups without logits do not count."""
+    size = triton_logits.TILE * triton_logits.TILES + 5
+    x, params = peaked(size), np.array([(0.9, 0.9, 0.0, 0.3, 1 << 62)] * 40, ROW_PARAMS)
+    monkeypatch.setattr(shortlist, "NUCLEUS", type(shortlist.NUCLEUS)(1000))  # as many as there are groups
+    want = TorchLogits(size, CPU).sample(x, params)[1]
+    for name in LONG:
+        monkeypatch.setattr(kernels, name, Nothing())
+    assert torch.equal(TritonLogits(size, CPU).sample(x, params)[1], want)
+
+
+def test_masks_that_leave_fewer_tokens_than_top_k_are_drawn_the_long_way():
+    x, params = torch.full((2, 600), -math.inf), np.array([(1.0, 1.0, 0.0, 0.6, 9)] * 2, ROW_PARAMS)
+    x[0, [3, 300]], x[1, 7] = 1.0, 2.0
+    found, want = (backend(600, CPU).sample(x, params)[1] for backend in (TritonLogits, TorchLogits))
+    assert torch.equal(found, want)
+
+
+def test_lists_that_are_too_long_or_hold_too_little_are_left_to_the_long_way():
+    """More equal logits than a list holds, and a share of the weight that needs more tokens than it has."""
+    size = 2 * triton_logits.LENGTH
+    x = torch.zeros(3, size)
+    x[1] = torch.linspace(0, 1, size)
+    x[2, 7] = 9.0
+    params = np.array([(1.0, 1.0, 0.0, 0.7, 3), (1.0, 0.9, 0.0, 0.7, 1 << 62), (1.0, 0.5, 0.0, 0.7, 3)], ROW_PARAMS)
+    found, want = (backend(size, CPU).sample(x, params)[1] for backend in (TritonLogits, TorchLogits))
+    assert torch.equal(found, want)
+
+
 def test_the_exponential_is_that_of_torch_rounded_to_float32():
     """A weight is 2^44 times the exponential, so it shows each bit of it: for logits below 0, at all magnitudes."""
     torch.manual_seed(0)
@@ -121,7 +180,7 @@ def weights_of(x: Tensor, params: Any) -> Tensor:
     parts = torch.empty(len(x), backend._parts, dtype=torch.int64)
     rows = torch.from_numpy(triton_logits.fields_of(params, x.shape[1]).view(np.int64))
     grid = len(x), backend._parts
-    kernels.find_top[grid](x, rows, state, counts, COUNT=False, **backend._tiles)
+    kernels.find_top[grid](x, state, counts, GROUP=0, **backend._tiles)
     kernels.weigh[grid](x, rows, state, counts, sums, weights, parts, SAMPLE=True, **backend._in_parts)
     assert torch.equal(parts.sum(1), weights.long().sum(1))
     return weights
@@ -233,6 +292,13 @@ def test_the_sampler_gives_the_same_tokens_and_errors_as_in_torch(seed):
         assert numbers == pytest.approx([entry.logprob, *entry.top_logprobs], abs=1e-5)
 
 
+class Nothing:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **options: None
+
+
 class Calls(TorchDispatchMode):
     """Records our kernels and torch's operations, except views and allocations."""
 
@@ -240,9 +306,9 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.kernels: list[str] = []
         self.operations: list[str] = []
-        for module in (kernels, change_kernels):
+        for module in (kernels, shortlist, change_kernels):
             for name, kernel in vars(module).items():
-                if hasattr(kernel, "fn") and not name.startswith("_"):
+                if getattr(getattr(kernel, "fn", None), "__module__", "") == module.__name__ and name[0] != "_":
                     monkeypatch.setattr(module, name, Recorded(name, kernel, self.kernels))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -267,7 +333,8 @@ class Recorded:
         return launch
 
 
-K, P = ["count_digit"] * 3, ["sum_digit", "sum_digit", "sum_kept"]
+F = ["find_top", "find_bound", "shortlist", "draw_listed"]
+K, P = ["count_digit"] * 4, ["sum_digit", "sum_digit", "sum_kept"]
 
 
 @pytest.mark.parametrize(
@@ -275,9 +342,9 @@ K, P = ["count_digit"] * 3, ["sum_digit", "sum_digit", "sum_kept"]
     [
         ({"temperature": 0.0}, ["find_top", "pick"]),
         ({}, ["find_top", "weigh", "pick"]),
-        ({"top_k": 9}, ["find_top", *K, "weigh", "pick"]),
-        ({"top_p": 0.9}, ["find_top", "weigh", *P, "pick"]),
-        ({"top_k": 9, "top_p": 0.9, "min_p": 0.1}, ["find_top", *K, "weigh", *P, "pick"]),
+        ({"top_k": 9}, [*F, *K, "weigh", "pick"]),
+        ({"top_p": 0.9}, [*F, "weigh", *P, "pick"]),
+        ({"top_k": 9, "top_p": 0.9, "min_p": 0.1}, [*F, *K, "weigh", *P, "pick"]),
         (
             {"temperature": 0.0, "logprobs": 2},
             ["find_top", "weigh", "pick", *K, "tally", "collect", "find_top", "pick"],
@@ -322,10 +389,6 @@ def test_kernels_that_fail_or_err_are_replaced_by_torch_with_a_note(monkeypatch)
 
 @pytest.mark.parametrize("name", ["find_top", "count_digit", "sum_kept", "collect", "penalize", "forbid"])
 def test_a_kernel_that_does_nothing_is_noticed(monkeypatch, name):
-    class Nothing:
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *args, **options: None
-
     module = change_kernels if hasattr(change_kernels, name) else kernels
     monkeypatch.setattr(module, name, Nothing())
     assert "the Triton kernels compute wrong results on this device" in triton_logits.trial(300, CPU)
@@ -341,7 +404,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    triton_logits.TILE, triton_logits.TILES = 512, 4
+    triton_logits.TILE, triton_logits.TILES, triton_logits.GROUP = 512, 4, 32
     rng, done = random.Random(args.seed), 0
     torch.manual_seed(args.seed)
     while done < args.rows:

@@ -16,98 +16,29 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Numbers of a row in `rows`, int64 or the bits of float64: 1 / temperature rounded to float32 (0: greedy), top_p, the
-# random number, min_p as a weight, top_k (0: off).
-FIELDS = tl.constexpr(5)
-COLDNESS, TOP_P, UNIFORM, FLOOR, TOP_K = (tl.constexpr(field) for field in range(5))
-# Numbers of a row in `state`: its largest logit and the index, see `_packed`, and the sum of its weights.
-STATE = tl.constexpr(2)
+from .logit_numbers import (
+    COLDNESS,
+    DRAWN,
+    FIELDS,
+    FLOOR,
+    LOWEST,
+    SMALLEST,
+    STATE,
+    TOP,
+    TOP_K,
+    TOP_P,
+    TOTAL,
+    UNIFORM,
+    key_of,
+    packed,
+    top_of,
+    weights_of,
+)
+
 # A logit's key has 32 bits, in four digits of 8: what tl.histogram takes for a number is proportional to the bins.
 COUNTS, COUNT_DIGITS = tl.constexpr(256), tl.constexpr(4)
 # A weight's key is the difference of its bits from those of the smallest weight: 29 bits, in digits of 10, 10 and 9.
 SUMS, LAST_SUMS, SUM_DIGITS = tl.constexpr(1024), tl.constexpr(512), tl.constexpr(3)
-SMALLEST = tl.constexpr(0x3F800000)  # the bits of 1.0
-LOWEST = tl.constexpr(-(1 << 31))  # below all keys of logits
-
-ONE = tl.constexpr(float(1 << 44))  # the weight of the most likely token
-# Constants of `exponential` in engine/kernels/logits_weights.h.
-SHIFT = tl.constexpr(1.5 * 2.0**52)
-PER_UNIT = tl.constexpr(float.fromhex("0x1.71547652b82fep3"))  # 8 / log(2)
-LOG2_HIGH = tl.constexpr(float.fromhex("-0x1.62e42fefa0000p-4"))
-LOG2_LOW = tl.constexpr(float.fromhex("-0x1.cf79abc9e3b39p-43"))
-TERM_8, TERM_7, TERM_6 = tl.constexpr(1 / 40320), tl.constexpr(1 / 5040), tl.constexpr(1 / 720)
-TERM_5, TERM_4, TERM_3 = tl.constexpr(1 / 120), tl.constexpr(1 / 24), tl.constexpr(1 / 6)
-EIGHTH_1 = tl.constexpr(float.fromhex("0x1.172b83c7d517bp+0"))  # 2**(1 / 8)
-EIGHTH_2 = tl.constexpr(float.fromhex("0x1.306fe0a31b715p+0"))
-EIGHTH_3 = tl.constexpr(float.fromhex("0x1.4bfdad5362a27p+0"))
-EIGHTH_4 = tl.constexpr(float.fromhex("0x1.6a09e667f3bcdp+0"))
-EIGHTH_5 = tl.constexpr(float.fromhex("0x1.8ace5422aa0dbp+0"))
-EIGHTH_6 = tl.constexpr(float.fromhex("0x1.ae89f995ad3adp+0"))
-EIGHTH_7 = tl.constexpr(float.fromhex("0x1.d5818dcfba487p+0"))
-
-
-# -- numbers and keys -------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _key(x):
-    """Return int32 keys in the order of float32 numbers. Both zeros have one key, and NaN has the largest."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-
-
-@triton.jit
-def _packed(key, i):
-    """Return key and index of logits as one positive int64: larger for a larger key, then for a lower index."""
-    return ((key.to(tl.int64) + 0x80000000) << 31) | (0x7FFFFFFF - i).to(tl.int64)
-
-
-@triton.jit
-def _top(state_ptr, row):
-    """Return a row's largest logit, whether it is finite, and its index."""
-    packed = tl.load(state_ptr + row * STATE)
-    key = ((packed >> 31) - 0x80000000).to(tl.int32)
-    top = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    return top, tl.abs(top) < float("inf"), 0x7FFFFFFF - (packed & 0x7FFFFFFF)
-
-
-@triton.jit
-def _exponential(x):
-    """Return e**x of float64 numbers from -32 to 0.
-
-    These are the operations of the CPU kernels in the same order, and each is exact or rounded once, so that results
-    have the same bits on every device. Constants are tensors, because an operand that is a plain number is a float32.
-    """
-    shift = tl.full(x.shape, SHIFT, tl.float64)
-    one = tl.full(x.shape, 1.0, tl.float64)
-    n = tl.fma(x, tl.full(x.shape, PER_UNIT, tl.float64), shift)
-    whole = n - shift
-    r = tl.fma(whole, tl.full(x.shape, LOG2_HIGH, tl.float64), x)
-    r = tl.fma(whole, tl.full(x.shape, LOG2_LOW, tl.float64), r)
-    e = tl.fma(tl.full(x.shape, TERM_8, tl.float64), r, tl.full(x.shape, TERM_7, tl.float64))
-    e = tl.fma(e, r, tl.full(x.shape, TERM_6, tl.float64))
-    e = tl.fma(e, r, tl.full(x.shape, TERM_5, tl.float64))
-    e = tl.fma(e, r, tl.full(x.shape, TERM_4, tl.float64))
-    e = tl.fma(e, r, tl.full(x.shape, TERM_3, tl.float64))
-    e = tl.fma(e, r, tl.full(x.shape, 0.5, tl.float64))
-    e = tl.fma(e, r, one)
-    e = tl.fma(e, r, one)
-    bits = n.to(tl.int64, bitcast=True)
-    is_odd = (bits & 1) != 0
-    zeroth = tl.where(is_odd, tl.full(x.shape, EIGHTH_1, tl.float64), one)
-    second = tl.where(is_odd, tl.full(x.shape, EIGHTH_3, tl.float64), tl.full(x.shape, EIGHTH_2, tl.float64))
-    fourth = tl.where(is_odd, tl.full(x.shape, EIGHTH_5, tl.float64), tl.full(x.shape, EIGHTH_4, tl.float64))
-    sixth = tl.where(is_odd, tl.full(x.shape, EIGHTH_7, tl.float64), tl.full(x.shape, EIGHTH_6, tl.float64))
-    is_second = (bits & 2) != 0
-    e *= tl.where((bits & 4) != 0, tl.where(is_second, sixth, fourth), tl.where(is_second, second, zeroth))
-    return (e.to(tl.int64, bitcast=True) + ((bits >> 3) << 52)).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _weights(x, top, coldness):
-    """Return floor(2^44 e^(coldness (x - top))), whole numbers in float32. x is at most top."""
-    scaled = tl.maximum((x - top) * coldness, -32.0)
-    return tl.floor(_exponential(scaled.to(tl.float64)).to(tl.float32) * ONE)
 
 
 # -- thresholds -------------------------------------------------------------------------------------------------------
@@ -152,7 +83,7 @@ def _kth(counts_ptr, row, k, KNOWN: tl.constexpr):
 @triton.jit
 def _mass(state_ptr, sums_ptr, row, top_p, KNOWN: tl.constexpr):
     """Return the first KNOWN digits of the key of the smallest weight that top_p needs."""
-    total = tl.load(state_ptr + row * STATE + 1)
+    total = tl.load(state_ptr + row * STATE + TOTAL)
     need = tl.minimum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), total)
     sums_ptr += row * (SUM_DIGITS * SUMS)
     key, _ = _threshold(sums_ptr, tl.maximum(need, 1), SUMS, LAST_SUMS, 0, KNOWN)
@@ -171,59 +102,76 @@ def _floor(rows_ptr, state_ptr, sums_ptr, row):
 
 
 @triton.jit
+def _is_drawn(state_ptr, row):
+    """Return whether shortlist.py has drawn the row's token."""
+    return tl.load(state_ptr + row * STATE + DRAWN) != 0
+
+
+@triton.jit
+def _is_random(rows_ptr, state_ptr, row):
+    """Return whether a row's token is still to be sampled."""
+    _, is_finite, _ = top_of(state_ptr, row)
+    coldness = tl.load(rows_ptr + row * FIELDS + COLDNESS).to(tl.float64, bitcast=True)
+    return is_finite & (coldness > 0.0) & (_is_drawn(state_ptr, row) == 0)
+
+
+@triton.jit
 def find_top(
-    x_ptr, rows_ptr, state_ptr, counts_ptr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COUNT: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, state_ptr, maxima_ptr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Find each row's largest logit, the lowest of several; NaN is the largest.
 
-    COUNT: count the first digits of the keys of rows with top_k. state: [rows, STATE] int64. counts: [rows,
-    COUNT_DIGITS, COUNTS] int32. Both are zero before.
+    GROUP: write the largest key of each GROUP logits as well, if it is not 0. state: [rows, STATE] int64, zero before.
+    maxima: [rows, parts * TILES * TILE / GROUP] int32.
     """
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    if COUNT:
-        has_k = tl.load(rows_ptr + row * FIELDS + TOP_K) > 0
     first = tl.program_id(1) * (TILE * TILES)
     best = tl.zeros([TILE], tl.int64)
-    counts = tl.zeros([COUNTS], tl.int32)
     for tile in range(TILES):
         i = first + tile * TILE + tl.arange(0, TILE)
         live = i < SIZE
-        key = _key(tl.load(x_ptr + row * SIZE + i, mask=live, other=float("-inf")))
-        best = tl.maximum(best, tl.where(live, _packed(key, i), 0))
-        if COUNT:
-            if has_k:
-                counts += tl.histogram((key >> 24) + COUNTS // 2, COUNTS, mask=live)
-    tl.atomic_max(state_ptr + row * STATE, tl.max(best, 0), sem="relaxed")
-    if COUNT:
-        bins = tl.arange(0, COUNTS)
-        tl.atomic_add(counts_ptr + row * (COUNT_DIGITS * COUNTS) + bins, counts, mask=counts > 0, sem="relaxed")
+        key = key_of(tl.load(x_ptr + row * SIZE + i, mask=live, other=float("-inf")))
+        best = tl.maximum(best, tl.where(live, packed(key, i), 0))
+        if GROUP:
+            groups = tl.max(tl.reshape(tl.where(live, key, LOWEST), [TILE // GROUP, GROUP]), 1)
+            at = (row * tl.num_programs(1) + tl.program_id(1)) * TILES + tile
+            tl.store(maxima_ptr + at * (TILE // GROUP) + tl.arange(0, TILE // GROUP), groups)
+    tl.atomic_max(state_ptr + row * STATE + TOP, tl.max(best, 0), sem="relaxed")
 
 
 @triton.jit
 def count_digit(
-    x_ptr, rows_ptr, counts_ptr,
+    x_ptr, rows_ptr, state_ptr, counts_ptr,
     SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, KNOWN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Count the next digit of the keys that begin with the KNOWN first digits of the row's top_k-th key."""
+    """Count the next digit of the keys that begin with the KNOWN first digits of the row's top_k-th key.
+
+    counts: [rows, COUNT_DIGITS, COUNTS] int32, zero before.
+    """
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     k = tl.load(rows_ptr + row * FIELDS + TOP_K)
-    if k > 0:
-        prefix, _ = _kth(counts_ptr, row, k, KNOWN)
+    if (k > 0) & (_is_drawn(state_ptr, row) == 0):
+        if KNOWN > 0:
+            prefix, _ = _kth(counts_ptr, row, k, KNOWN)
         first = tl.program_id(1) * (TILE * TILES)
         counts = tl.zeros([COUNTS], tl.int32)
         for tile in range(TILES):
             i = first + tile * TILE + tl.arange(0, TILE)
-            live = i < SIZE
-            key = _key(tl.load(x_ptr + row * SIZE + i, mask=live, other=float("-inf")))
-            begins = live & ((key >> (32 - 8 * KNOWN)) == prefix)
-            counts += tl.histogram((key >> (24 - 8 * KNOWN)) & (COUNTS - 1), COUNTS, mask=begins)
+            begins = i < SIZE
+            key = key_of(tl.load(x_ptr + row * SIZE + i, mask=begins, other=float("-inf")))
+            if KNOWN > 0:
+                begins = begins & ((key >> (32 - 8 * KNOWN)) == prefix)
+                digit = (key >> (24 - 8 * KNOWN)) & (COUNTS - 1)
+            else:
+                digit = (key >> 24) + COUNTS // 2
+            counts += tl.histogram(digit, COUNTS, mask=begins)
         bins = tl.arange(0, COUNTS)
         to = counts_ptr + row * (COUNT_DIGITS * COUNTS) + KNOWN * COUNTS
         tl.atomic_add(to + bins, counts, mask=counts > 0, sem="relaxed")
@@ -244,13 +192,13 @@ def weigh(
     SUM_DIGITS, SUMS] int64, zero before: with top_p, the weights are added up by their first digit as well.
     """
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    top, is_finite, _ = _top(state_ptr, row)
+    top, is_finite, _ = top_of(state_ptr, row)
     coldness = tl.load(rows_ptr + row * FIELDS + COLDNESS).to(tl.float64, bitcast=True).to(tl.float32)
-    if is_finite & (coldness > 0.0):
+    if is_finite & (coldness > 0.0) & (_is_drawn(state_ptr, row) == 0):
         floor = tl.load(rows_ptr + row * FIELDS + FLOOR)
         top_p = tl.load(rows_ptr + row * FIELDS + TOP_P).to(tl.float64, bitcast=True)
         lowest = tl.full((), LOWEST, tl.int32)
@@ -264,7 +212,7 @@ def weigh(
             i = part * (TILE * TILES) + tile * TILE + tl.arange(0, TILE)
             live = i < SIZE
             x = tl.load(x_ptr + row * SIZE + i, mask=live, other=float("-inf"))
-            weight = tl.where(_key(x) >= lowest, _weights(x, top, coldness), 0.0)
+            weight = tl.where(key_of(x) >= lowest, weights_of(x, top, coldness), 0.0)
             whole = weight.to(tl.int64)
             total += whole
             if SAMPLE:
@@ -273,7 +221,7 @@ def weigh(
                 if top_p < 1.0:
                     digit = (weight.to(tl.int32, bitcast=True) - SMALLEST) >> 19
                     tl.atomic_add(sums_ptr + row * (SUM_DIGITS * SUMS) + digit, whole, mask=whole > 0, sem="relaxed")
-        tl.atomic_add(state_ptr + row * STATE + 1, tl.sum(total, 0), sem="relaxed")
+        tl.atomic_add(state_ptr + row * STATE + TOTAL, tl.sum(total, 0), sem="relaxed")
         if SAMPLE:
             tl.store(parts_ptr + row * PARTS + part, tl.sum(kept, 0))
 
@@ -285,12 +233,11 @@ def sum_digit(
 ):  # fmt: skip
     """Add up, by their next digit, the weights that begin with the KNOWN first digits of top_p's threshold."""
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    _, is_finite, _ = _top(state_ptr, row)
     top_p = tl.load(rows_ptr + row * FIELDS + TOP_P).to(tl.float64, bitcast=True)
-    if is_finite & (tl.load(rows_ptr + row * FIELDS + COLDNESS).to(tl.float64, bitcast=True) > 0.0) & (top_p < 1.0):
+    if _is_random(rows_ptr, state_ptr, row) & (top_p < 1.0):
         prefix = _mass(state_ptr, sums_ptr, row, top_p, KNOWN)
         to = sums_ptr + row * (SUM_DIGITS * SUMS) + KNOWN * SUMS
         for tile in range(TILES):
@@ -313,13 +260,12 @@ def sum_kept(
 ):  # fmt: skip
     """Write the sums of the weights that min_p and top_p keep, for the rows with top_p, to `parts` of `weigh`."""
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    _, is_finite, _ = _top(state_ptr, row)
-    is_random = tl.load(rows_ptr + row * FIELDS + COLDNESS).to(tl.float64, bitcast=True) > 0.0
-    if is_finite & is_random & (tl.load(rows_ptr + row * FIELDS + TOP_P).to(tl.float64, bitcast=True) < 1.0):
+    top_p = tl.load(rows_ptr + row * FIELDS + TOP_P).to(tl.float64, bitcast=True)
+    if _is_random(rows_ptr, state_ptr, row) & (top_p < 1.0):
         floor = _floor(rows_ptr, state_ptr, sums_ptr, row)
         kept = tl.zeros([TILE], tl.int64)
         for tile in range(TILES):
@@ -340,13 +286,13 @@ def pick(
     tops: [rows] float32. ids: [rows] int64. PARTS_P: a power of two >= PARTS. A row has one program.
     """
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    top, is_finite, index = _top(state_ptr, row)
+    top, is_finite, index = top_of(state_ptr, row)
     index = tl.where(is_finite, index, -1)
     if SAMPLE:
-        if is_finite & (tl.load(rows_ptr + row * FIELDS + COLDNESS).to(tl.float64, bitcast=True) > 0.0):
+        if _is_random(rows_ptr, state_ptr, row):
             floor = _floor(rows_ptr, state_ptr, sums_ptr, row)
             part = tl.arange(0, PARTS_P)
             sums = tl.load(parts_ptr + row * PARTS + part, mask=part < PARTS, other=0)
@@ -367,7 +313,7 @@ def pick(
                 index += tl.sum((upto + tl.cumsum(whole, 0) <= target).to(tl.int32), 0)
                 upto += tl.sum(whole, 0)
     tl.store(tops_ptr + row, top)
-    tl.store(ids_ptr + row, index)
+    tl.store(ids_ptr + row, index, mask=_is_drawn(state_ptr, row) == 0)
 
 
 # -- the most likely tokens -------------------------------------------------------------------------------------------
@@ -383,8 +329,8 @@ def tally(
     parts: [rows, PARTS, 2] int32.
     """
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     kth, _ = _kth(counts_ptr, row, tl.load(rows_ptr + row * FIELDS + TOP_K), COUNT_DIGITS)
@@ -393,7 +339,7 @@ def tally(
     for tile in range(TILES):
         i = part * (TILE * TILES) + tile * TILE + tl.arange(0, TILE)
         live = i < SIZE
-        key = _key(tl.load(x_ptr + row * SIZE + i, mask=live, other=0.0))
+        key = key_of(tl.load(x_ptr + row * SIZE + i, mask=live, other=0.0))
         larger += (live & (key > kth)).to(tl.int32)
         equal += (live & (key == kth)).to(tl.int32)
     tl.store(parts_ptr + (row * PARTS + part) * 2, tl.sum(larger, 0))
@@ -411,11 +357,11 @@ def collect(
     Of equal ones the lowest ids are written. values: [rows, top_k] float32. ids: [rows, top_k] int64.
     """
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    _, is_finite, _ = _top(state_ptr, row)
+    _, is_finite, _ = top_of(state_ptr, row)
     if is_finite:
         k = tl.load(rows_ptr + row * FIELDS + TOP_K)
         kth, num_equal = _kth(counts_ptr, row, k, COUNT_DIGITS)
@@ -427,7 +373,7 @@ def collect(
             i = part * (TILE * TILES) + tile * TILE + tl.arange(0, TILE)
             live = i < SIZE
             x = tl.load(x_ptr + row * SIZE + i, mask=live, other=0.0)
-            key = _key(x)
+            key = key_of(x)
             # Both counts in one number, because a tile has fewer than 2^16 logits.
             counted = (live & (key > kth)).to(tl.int32) + ((live & (key == kth)).to(tl.int32) << 16)
             before = tl.cumsum(counted, 0) - counted
