@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .attention import AttentionLayer, AttentionMeta
-from .attention.paged_gpu import PagedGPU, is_interpreted, limitation
+from .attention.paged_gpu import FEW_ROWS, PagedGPU, is_interpreted, limitation
 from .config import EngineConfig
 from .kernels.launching import META, Compiling, Job
 from .models import ModelSpec, gpu_experts, on_gpu, skinny
@@ -54,15 +54,23 @@ def jobs(spec: ModelSpec, config: EngineConfig, device: torch.device) -> dict[st
 def _attention(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     for layer in dict.fromkeys(spec.layers):
         for invariant in {False, config.batch_invariant}:  # the trial is of the default
-            for tokens in (FEW, 1):
-                yield partial(_attend, layer, spec, config.block_size, tokens, invariant=invariant)
+            for rows in ([([1], 0, FEW)], [([1], 0, 1)], [([1], 0, 1)] * (FEW_ROWS + 1)):
+                yield partial(_attend, layer, spec, config.block_size, rows, invariant=invariant)
 
 
-def _attend(layer: AttentionLayer, spec: ModelSpec, block_size: int, tokens: int, *, invariant: bool) -> None:
+def _attend(
+    layer: AttentionLayer,
+    spec: ModelSpec,
+    block_size: int,
+    rows: list[tuple[list[int], int, int]],  # see AttentionMeta.of
+    *,
+    invariant: bool,
+) -> None:
     backend = PagedGPU(invariant=invariant)
     sinks = None if layer.sinks is None else torch.empty(layer.num_heads, dtype=spec.dtype, device=META)
     cache = backend.allocate(layer, 2, block_size, spec.cache_dtype, META, sinks=sinks)
-    plan = backend.plan(AttentionMeta.of([([1], 0, tokens)], block_size, META))
+    plan = backend.plan(AttentionMeta.of(rows, block_size, META))
+    tokens = sum(new for _, _, new in rows)
     heads, kv_heads, dim, v_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim
     q, k, v = (
         torch.empty(tokens, *shape, dtype=spec.dtype, device=META)
@@ -126,10 +134,10 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
             yield partial(_products, [head], tile, torch.float32)
     if not (config.batch_invariant or spec.on_gpu) and layer.output.scale == 1 and decoder.norms == BEFORE:
         after = [(layer.qkv, attention_norm), *((each.gate_up, mlp_norm) for each in with_mlp)]
-        for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("qkv", rows, spec.dtype)):
+        for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("gate_up", rows, META)):
             for linear, norm in after:
                 yield partial(_after_norm, linear, tile, numbers(FEW, linear), norm, activation)
-        for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("down", rows, spec.dtype)):
+        for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("down", rows, META)):
             yield partial(_before_residuals, (layer.output, *(each.down for each in with_mlp)), tile, FEW)
     for mixture in experts:
         is_wide = spec.dtype != torch.float32 and (mixture.router.bias is None or config.batch_invariant)

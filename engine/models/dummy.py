@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -13,14 +14,15 @@ from torch import Tensor
 from ..kernels.matmul import Parts
 from ..quantized.config import parse
 from ..quantized.forms import form_of
-from .gpu_weights import FLOAT8_NAN, CodedPiece, CodedRows, Form
+from .gpu_form import Form
+from .gpu_weights import FLOAT8_NAN, CodedPiece, CodedRows
 from .spec import ModelSpec
 from .weights import Checkpoint
 
 STD = 0.02  # of matrices, as models are initialized for training
 SPREAD = {4: 4.6, 8: 74.0}  # standard deviation of uniform integers of these bits
 FLOAT8_SPREAD = 113.0  # of numbers with random bits, in E4M3
-PIECE_ROWS = 1024  # rows with the same random bits follow one another
+PIECE_ROWS = 1024  # rows with the same random bits follow one another, and so do weights: drawing bits takes long
 
 
 class DummyWeights(Checkpoint):
@@ -69,7 +71,7 @@ class DummyWeights(Checkpoint):
         if None in forms:
             return []
         return [
-            CodedRows(form, self._shapes[name], partial(_random, form, self._shapes[name], name), 0)
+            CodedRows(form, self._shapes[name], partial(_random, form, self._shapes[name]), 0)
             for name, form in zip(full, forms, strict=True)
             if form is not None
         ]
@@ -88,13 +90,10 @@ def initialize(name: str, target: Tensor) -> None:
             target.fill_(0 if name.endswith("bias") else 1)
 
 
-def _random(form: Form, shape: tuple[int, int], name: str) -> tuple[None, Iterator[CodedPiece]]:
+def _random(form: Form, shape: tuple[int, int]) -> tuple[None, Iterator[CodedPiece]]:
     """Return random numbers of a form, as if they were in a checkpoint."""
     rows, columns = shape
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    numbers = torch.randint(1 << form.bits, (min(rows, PIECE_ROWS), columns), generator=generator, dtype=torch.uint8)
-    if form.is_float:
-        numbers[(numbers & FLOAT8_NAN) == FLOAT8_NAN] = 0
+    numbers = _numbers(form.bits, columns, is_float=form.is_float)
     groups = -(-columns // form.group) if form.group else 1
     scales = torch.full((rows, groups), STD / (FLOAT8_SPREAD if form.is_float else SPREAD[form.bits]))
     zeros = torch.full((rows, groups), 1 << form.bits - 1, dtype=torch.uint8) if form.has_zeros else None
@@ -106,3 +105,13 @@ def _random(form: Form, shape: tuple[int, int], name: str) -> tuple[None, Iterat
             yield CodedPiece(own, numbers[: own.stop - first], own_zeros, scales[own])
 
     return None, pieces()
+
+
+@functools.lru_cache(maxsize=4)
+def _numbers(bits: int, columns: int, *, is_float: bool) -> Tensor:
+    """Return random numbers [PIECE_ROWS, columns] in bytes."""
+    generator = torch.Generator().manual_seed(columns)
+    numbers = torch.randint(1 << bits, (PIECE_ROWS, columns), generator=generator, dtype=torch.uint8)
+    if is_float:
+        numbers[(numbers & FLOAT8_NAN) == FLOAT8_NAN] = 0
+    return numbers

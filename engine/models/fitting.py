@@ -12,7 +12,8 @@ from ..kernels.library import Choice, choose
 from ..quantized.config import count_blocks, parse
 from ..types import ConfigError
 from . import gpu_weights
-from .gpu_weights import Form, is_gpu
+from .gpu_form import Form
+from .gpu_weights import is_gpu
 from .precision import BITS
 from .spec import ModelSpec
 from .weights import Checkpoint

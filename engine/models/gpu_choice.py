@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from ..kernels.library import Choice
-from . import gpu_experts, invariance, on_gpu, scaled
+from . import gpu_experts, invariance, measured_tiles, on_gpu, scaled
 from .decoder_layer import Layer
 from .experts import Experts
 from .gpu_layers import add_norm
@@ -61,6 +61,8 @@ def choose(
     else:
         choices = found
         on_gpu.choose_head(head)
+        mine = {head, *(linear for layer in parts[2] for linear in layer.linears)}
+        measured_tiles.choose((linear.quantized for linear in mine if linear.quantized is not None), parts[0].dtype)
     return OnGPU(*parts, choices=choices), product
 
 

@@ -6,30 +6,33 @@ used where these kernels cannot be, and it is the tests' oracle.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention.paged_gpu import MAX_ERROR, power_of_two, warps
-from ..kernels.launching import META, Job, launch
-from . import gpu_weights, skinny
-from .experts import Experts
+from ..attention.gpu_cache import power_of_two, warps
+from ..attention.paged_gpu import MAX_ERROR, dependence
+from ..kernels.launching import META, Job, gpu_kernels, launch
+from . import gpu_tiles, gpu_weights, skinny
+from .experts import Experts, ExpertsSpec
 from .gpu_layers import GATE_TILE, gated
 from .gpu_weights import GPUWeight
 from .layers import Clamp, Linear
 from .routing import Order, Routed, places
 
 ARRANGE_TILE = 1024  # pairs that are read at once
-# Of products with plain weights, by the largest average number of an expert's pairs. Not measured yet.
+# Of products with plain weights, by the largest average number of an expert's pairs.
 TILES = {
-    8: skinny.Tile(16, 32, 4, 4),
+    8: skinny.Tile(16, 32, 4, 5),  # with more stages it would not fit into all GPUs
     48: skinny.Tile(64, 64, 8, 3),
     skinny.ANY: skinny.Tile(128, 64, 8, 3, columns=64, shared=8),
 }
 # The same with quantized weights.
-QUANTIZED_TILES = {8: gpu_weights.TILES[16], skinny.ANY: gpu_weights.TILES[64]}
+QUANTIZED_TILES = {8: gpu_tiles.TILES[16], skinny.ANY: gpu_tiles.TILES[64]}
 
 
 class RoutedExperts:
@@ -42,6 +45,10 @@ class RoutedExperts:
         self._down = Grouped(experts.downs)
         sigmoids = self.spec.sigmoids
         self._scale = self.spec.scale * (1.0 if sigmoids is None else sigmoids.scale)
+        self._choose_constants = _choose_constants(self.spec, has_scales=experts.scales is not None)
+        self._combine_constants = _combine_constants(
+            experts.hidden, self.spec.active, has_shared=bool(self.spec.shared)
+        )
 
     def add_to(self, x: Tensor, normed: Tensor) -> None:
         """Add what the experts, and the MLP beside them, compute for `normed` to x in place: [tokens, hidden]."""
@@ -49,8 +56,6 @@ class RoutedExperts:
 
     def compute(self, x: Tensor, normed: Tensor, weights: Tensor, chosen: Tensor) -> None:
         """Do as `add_to`, with these weights of each token's experts, and their numbers; see `route`."""
-        from ..kernels.gpu import experts as kernels
-
         tokens, size = x.shape
         assert x.is_contiguous()
         order = self.arrange(chosen)
@@ -60,11 +65,9 @@ class RoutedExperts:
         if self._experts.shared is not None:
             gate_up, down = self._experts.shared
             shared = down(gated(gate_up.product(normed), self._activation))
-        tile = min(GATE_TILE, power_of_two(size))
-        launch(kernels.combine, (tokens, -(-size // tile)),
+        launch(gpu_kernels("experts").combine, (tokens, -(-size // self._combine_constants["TILE"])),
             x, results, weights, x if shared is None else shared,
-            SIZE=size, TILE=tile, ACTIVE=self.spec.active, SHARED=shared is not None,
-            num_warps=warps(tile),
+            constants=self._combine_constants, **dependence(x.device),
         )  # fmt: skip
 
     def sizes(self) -> list[int]:
@@ -82,38 +85,49 @@ class RoutedExperts:
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same for the router's logits: [tokens, experts]."""
-        from ..kernels.gpu import experts as kernels
-
-        spec, tokens = self.spec, len(logits)
-        weights = torch.empty(tokens, spec.active, dtype=torch.float32, device=logits.device)
-        chosen = torch.empty(tokens, spec.active, dtype=torch.int32, device=logits.device)
+        spec, tokens = self.spec, logits.shape[0]
+        weights = logits.new_empty(tokens, spec.active, dtype=torch.float32)
+        chosen = logits.new_empty(tokens, spec.active, dtype=torch.int32)
         correction, scales = self._experts.correction, self._experts.scales
-        count = power_of_two(spec.count)
-        launch(kernels.choose, (tokens,),
+        launch(gpu_kernels("experts").choose, (tokens,),
             logits.contiguous(), logits if correction is None else correction, logits if scales is None else scales,
             weights, chosen, self._scale,
-            EXPERTS=spec.count, EXPERTS_P=count, ACTIVE=spec.active, ACTIVE_P=power_of_two(spec.active),
-            SIGMOID=spec.sigmoids is not None, NORMALIZE=spec.is_normalized, SCALES=scales is not None,
-            num_warps=warps(count),
+            constants=self._choose_constants, **dependence(logits.device),
         )  # fmt: skip
         return weights, chosen
 
     def arrange(self, chosen: Tensor) -> Order:
         """Return the pairs of a step in tiles of one expert each."""
-        from ..kernels.gpu import experts as kernels
-
         count, experts = chosen.numel(), self.spec.count
         tokens = self._up.tile(count).tokens
-        assert tokens == self._down.tile(count).tokens
         tiles = count // tokens + min(count, experts)  # each expert can have one that is not full
-        pairs = torch.empty(tiles * tokens, dtype=torch.int32, device=chosen.device)
-        owners = torch.empty(tiles, dtype=torch.int32, device=chosen.device)
-        launch(kernels.arrange, (experts,),
+        pairs, owners = chosen.new_empty(tiles * tokens), chosen.new_empty(tiles)
+        launch(gpu_kernels("experts").arrange, (experts,),
             chosen, pairs, owners, count, tiles,
-            EXPERTS=experts, EXPERTS_P=power_of_two(experts + 1), TOKENS=tokens, TILE=ARRANGE_TILE,
-            num_warps=4,
+            constants=_arrange_constants(experts, tokens, ARRANGE_TILE), **dependence(chosen.device),
         )  # fmt: skip
         return Order(pairs, owners, num_pairs=count)
+
+
+@functools.cache
+def _choose_constants(spec: ExpertsSpec, *, has_scales: bool) -> dict[str, Any]:
+    count = power_of_two(spec.count)
+    return {
+        "EXPERTS": spec.count, "EXPERTS_P": count, "ACTIVE": spec.active, "ACTIVE_P": power_of_two(spec.active),
+        "SIGMOID": spec.sigmoids is not None, "NORMALIZE": spec.is_normalized, "SCALES": has_scales,
+        "num_warps": warps(count),
+    }  # fmt: skip
+
+
+@functools.cache
+def _arrange_constants(experts: int, tokens: int, tile: int) -> dict[str, Any]:
+    return {"EXPERTS": experts, "EXPERTS_P": power_of_two(experts + 1), "TOKENS": tokens, "TILE": tile, "num_warps": 4}
+
+
+@functools.cache
+def _combine_constants(size: int, active: int, *, has_shared: bool) -> dict[str, Any]:
+    tile = min(GATE_TILE, power_of_two(size))
+    return {"SIZE": size, "TILE": tile, "ACTIVE": active, "SHARED": has_shared, "num_warps": warps(tile)}
 
 
 class Grouped:
@@ -133,17 +147,17 @@ class Grouped:
         self._places = places(tensors, first.device)
 
     @property
-    def tiles(self) -> Mapping[int, skinny.Tile] | Mapping[int, gpu_weights.Tile]:
+    def tiles(self) -> Mapping[int, skinny.Tile] | Mapping[int, gpu_tiles.Tile]:
         """What a program computes, by the largest average number of an expert's pairs."""
         weight, uniform = self._weights[0], self._first.uniform
         if isinstance(weight, GPUWeight):
-            return {skinny.ANY: gpu_weights.UNIFORM_TILE} if weight.is_uniform else QUANTIZED_TILES
+            return {skinny.ANY: gpu_tiles.UNIFORM_TILE} if weight.is_uniform else QUANTIZED_TILES
         if uniform is None and weight.dtype == torch.float32:
             uniform = skinny.UNIFORM_FLOAT32[0]
         # One that is the same for all numbers of rows: that with the fewest pairs that do not exist.
         return TILES if uniform is None else {skinny.ANY: next(iter(uniform.values()))}
 
-    def tile(self, pairs: int) -> skinny.Tile | gpu_weights.Tile:
+    def tile(self, pairs: int) -> skinny.Tile | gpu_tiles.Tile:
         """Return what a program computes of a step with this many pairs."""
         mean = pairs / len(self._weights)
         return next(tile for most, tile in self.tiles.items() if mean <= most)
@@ -152,8 +166,9 @@ class Grouped:
         """Return [pairs, rows] for x: [pairs / fan, columns]; with an activation [pairs, rows / 2], see Gated."""
         routed, weight, bias = Routed(order, self._places, fan), self._weights[0], self._biases[0]
         tile = self.tile(order.num_pairs)
+        assert order.pairs.shape[0] == routed.tiles * tile.tokens
         if isinstance(weight, GPUWeight):
-            assert isinstance(tile, gpu_weights.Tile) and bias is not None
+            assert isinstance(tile, gpu_tiles.Tile) and bias is not None
             out = torch.empty(order.num_pairs, weight.rows, dtype=x.dtype, device=x.device)
             weight.multiply_routed(x, bias, out, routed, tile)
             return gated(out, activation, clamp) if activation else out

@@ -3,95 +3,34 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention.paged_gpu import MAX_ERROR, is_interpreted, lack
-from ..kernels.launching import META, Compiling, Job, launch
-from ..kernels.matmul import GROUP
+from ..attention.paged_gpu import MAX_ERROR, dependence, is_interpreted, lack
+from ..kernels.launching import META, Compiling, Job, gpu_kernels, launch
 from . import scaled
+from .gpu_form import Form
+from .gpu_tiles import CANDIDATES, LEAST_ROWS, MOST_ROWS, TILES, UNIFORM_TILE, Tile, tile_of
 from .routing import Routed
 
-UNIT = 32  # columns: groups are multiples of it
-# The largest number of rows of x that the kernel multiplies. With more, reading the weight is a small part of the work:
-# it is dequantized, and torch multiplies. Not measured yet.
-MOST_ROWS = 256
-# The same where torch multiplies in fp8. Not measured yet.
+# The largest number of rows of x that the kernel multiplies where torch multiplies more in fp8.
 SCALED_ROWS = 64
 # Numbers of a weight that are dequantized at once.
 PIECE_NUMBERS = 1 << 26
-# Programs of a product with one tile of rows of x: about two per multiprocessor of large GPUs. The number of parts
-# of a sum follows from the weight's shape alone, and so do the bits of the result. A part has at least MIN_SLICES.
+# Programs of a product with one tile of rows of x: about two per multiprocessor of large GPUs. The number of parts of a
+# sum follows from the weight's shape. A part has at least MIN_SLICES.
 PROGRAMS, MIN_SLICES = 256, 8
 PART_ROWS = 64  # of a weight, per program
-LOOKED_UP = 16  # rows per program of `dequantize`
+LOOKED_UP = 16  # rows per program of `dequantize` that are looked up
+DEQUANTIZED_ROWS, DEQUANTIZED_WARPS = 64, 4  # of a program for consecutive rows
 TRIAL_ROWS = 1024  # of a large weight
 FLOAT8_NAN = 0x7F  # without the sign
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-class Tile(NamedTuple):
-    """What a program of the kernel computes: rows of x and rows of the weight."""
-
-    tokens: int
-    rows: int
-    warps: int
-    stages: int  # one more than the slices that are loaded ahead
-
-
-# By the largest number of rows of x. A row has the same bits in all products of one of these ranges.
-TILES = {16: Tile(16, 64, 4, 6), 32: Tile(32, 64, 4, 6), 64: Tile(64, 64, 4, 4), MOST_ROWS: Tile(64, 64, 4, 4)}
-# Of products of any number of rows, if a row must have the same bits in all of them.
-UNIFORM_TILE = TILES[MOST_ROWS]
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How the numbers of a weight are stored. A number is scale * (stored - zero point)."""
-
-    bits: int  # 4 or 8
-    group: int = 0  # columns of a row that share a scale, a multiple of UNIT; 0: all
-    has_zeros: bool = False  # zero points, one for each scale; else they are in the middle
-    is_float: bool = False  # E4M3
-    scale: torch.dtype = torch.float32
-
-    @property
-    def slice(self) -> int:
-        """The number of columns that are stored together."""
-        return UNIT if self.bits == 8 and self.group % (2 * UNIT) else 2 * UNIT
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of stored bytes. Integers of 8 bits are stored less 128, and so are their zero points."""
-        return torch.uint8 if self.bits == 4 else torch.int8
-
-    @property
-    def name(self) -> str:
-        kind = "float" if self.is_float else "int"
-        columns = f"groups of {self.group}" if self.group else "rows"
-        return f"{kind}{self.bits} in {columns}{' with zero points' if self.has_zeros else ''}"
-
-    def slices(self, columns: int) -> int:
-        return -(-columns // self.slice)
-
-    def groups(self, columns: int) -> int:
-        """Return the number of scales of a row, with those of its padding."""
-        return -(-self.slices(columns) * self.slice // self.group) if self.group else 1
-
-    def num_bytes(self, rows: int, columns: int) -> int:
-        """Return the size of a weight with its scales and zero points."""
-        numbers = self.slices(columns) * self.slice * self.bits // 8
-        return rows * (numbers + self.groups(columns) * (self.scale.itemsize + self.has_zeros))
-
-
-# What `quantization` makes of weights, by the bits that they have on a CPU: there is no form of 5 bits.
-ROUNDED = {8: Form(8), 5: Form(8), 4: Form(4, GROUP, scale=torch.bfloat16)}
 
 
 class GPUWeight:
@@ -113,8 +52,9 @@ class GPUWeight:
         self._scales = torch.zeros(groups, rows, dtype=form.scale, device=device)
         self._zeros = torch.zeros(groups, rows, dtype=form.dtype, device=device) if form.has_zeros else None
         self._parts = max(1, min(PROGRAMS // -(-rows // PART_ROWS), self._slices // MIN_SLICES))
-        self._arrived = torch.zeros(-(-rows // PART_ROWS), dtype=torch.int32, device=device)
+        self._arrived = torch.zeros(-(-rows // LEAST_ROWS), dtype=torch.int32, device=device)
         self._is_scaled = self._is_uniform = False
+        self._tiles: Mapping[int, Tile] = TILES
 
     @property
     def can_scale(self) -> bool:
@@ -204,46 +144,52 @@ class GPUWeight:
         if len(x):
             self._run(x, bias, out, tile, tiles=routed.tiles, parts=1, routed=routed)
 
-    def _launch(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
-        tokens = len(x)
-        tile = next(tile for most, tile in TILES.items() if tokens <= most or most == MOST_ROWS)
-        if self._is_uniform:
-            tile = UNIFORM_TILE
-        tiles = -(-tokens // tile.tokens)
+    def use(self, tiles: Mapping[int, Tile]) -> None:
+        """Let the kernel multiply with these tiles, by the largest number of rows of x."""
+        self._tiles = tiles
+
+    @property
+    def tiles(self) -> Mapping[int, Tile]:
+        """Those of `use`."""
+        return self._tiles
+
+    def multiply_in(self, tile: Tile, x: Tensor, bias: Tensor, out: Tensor) -> None:
+        """Do as `multiply`, with this tile."""
+        tiles = -(-len(x) // tile.tokens)
         parts = self._parts if tiles == 1 and not self._is_uniform else 1  # several tiles are programs enough
         self._run(x, bias, out, tile, tiles=tiles, parts=parts)
+
+    def _launch(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
+        self.multiply_in(UNIFORM_TILE if self._is_uniform else tile_of(self._tiles, len(x)), x, bias, out)
 
     def _run(
         self, x: Tensor, bias: Tensor, out: Tensor, tile: Tile, *, tiles: int, parts: int, routed: Routed | None = None
     ) -> None:
-        from ..kernels.gpu import matmul as kernels
-
         tokens = len(x)
         pairs, owners, places, fan = (x, x, x, 0) if routed is None else routed.arguments
         x = x if x.stride(1) == 1 else x.contiguous()
         shape = (parts, tokens, self.rows) if parts > 1 else (0,)
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
-        launch(kernels.multiply, (-(-self.rows // tile.rows), parts, tiles),
+        launch(gpu_kernels("matmul").multiply, (-(-self.rows // tile.rows), parts, tiles),
             x, *self.tensors, bias, out, sums, self._arrived, pairs, owners, places,
             tokens, self.rows, self.columns, self._slices, x.stride(0), out.stride(0),
             **self._constants(), TOKENS=tile.tokens, ROWS=tile.rows, STAGES=tile.stages, WIDEN=is_interpreted(),
-            FAN=fan, num_warps=tile.warps,
+            FAN=fan, TOGETHER=tile.slices, num_warps=tile.warps, **dependence(x.device),
         )  # fmt: skip
 
     def _numbers_of(self, ids: Tensor | None, first: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return rows as plain numbers in the order of the stored columns."""
-        from ..kernels.gpu import matmul as kernels
-
         out = torch.empty(count, self.columns, dtype=dtype, device=self.device)
         if count:
-            launch(kernels.dequantize, (-(-count // LOOKED_UP), self._slices),
+            rows, warps = (DEQUANTIZED_ROWS, DEQUANTIZED_WARPS) if ids is None else (LOOKED_UP, 1)
+            launch(gpu_kernels("matmul").dequantize, (-(-count // rows), self._slices),
                 *self.tensors, self._arrived if ids is None else ids, out, first, count, self.rows, self.columns,
-                **self._constants(), ROWS=LOOKED_UP, LOOK_UP=ids is not None,
-                num_warps=1, enable_fp_fusion=False,
+                **self._constants(), ROWS=rows, LOOK_UP=ids is not None,
+                num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
         return out
 
-    def _constants(self) -> dict[str, int | bool]:
+    def _constants(self) -> dict[str, Any]:
         form = self.form
         return {
             "BITS": form.bits, "FLOAT": form.is_float, "ZEROS": form.has_zeros, "SLICE": form.slice,
@@ -290,9 +236,9 @@ def load(parts: Sequence[CodedRows], device: torch.device) -> list[GPUWeight]:
 class GPUProduct:
     """Computes x @ weight.T (+ bias) (+ residual) on a GPU, with a weight whose rows are quantized.
 
-    Sums are in float32, in an order that depends on the weight's shape and on the range of TILES that has the number of
-    rows of x. So a row has the same bits among any others, as long as their number is in the same range; after `unify`
-    among any others.
+    Sums are in float32, in an order that depends on the weight's shape and on the tile, which is chosen for a range of
+    numbers of rows of x. So a row has the same bits among any others, as long as their number is in the same range;
+    after `unify` among any others.
     """
 
     def __init__(
@@ -312,13 +258,22 @@ class GPUProduct:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return [rows, outputs] for x: [rows, columns]; `residual`, of the same shape, is added."""
+        out = self._joined(x, GPUWeight.multiply)
+        return out if residual is None else residual + out
+
+    def multiply_in(self, tile: Tile, x: Tensor) -> Tensor:
+        """Return the product by the kernel, with this tile."""
+        return self._joined(x, lambda weight, *args: weight.multiply_in(tile, *args))
+
+    def _joined(self, x: Tensor, multiply: Callable[[GPUWeight, Tensor, Tensor, Tensor], None]) -> Tensor:
+        """Return the products of all weights side by side, as `multiply` writes them: see GPUWeight.multiply."""
         out = torch.empty(len(x), self.outputs, dtype=self._result, device=x.device)
         first = 0
         for weight in self._weights:
             last = first + weight.rows
-            weight.multiply(x, self._bias[first:last], out[:, first:last])
+            multiply(weight, x, self._bias[first:last], out[:, first:last])
             first = last
-        return out if residual is None else residual + out
+        return out
 
     @property
     def can_scale(self) -> bool:
@@ -345,6 +300,11 @@ class GPUProduct:
     def bias(self) -> Tensor:
         """[outputs]: zeros if the layer has none."""
         return self._bias
+
+    @property
+    def kind(self) -> tuple[tuple[str, int, int], ...]:
+        """What products have in common that take the same time: forms, rows and columns."""
+        return tuple((weight.form.name, weight.rows, weight.columns) for weight in self._weights)
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -397,9 +357,12 @@ def jobs(shapes: Iterable[tuple[Form, int, int]], dtype: torch.dtype, head: int)
         sizes = rows, columns, form.slices(columns)  # Triton compiles 1, multiples of 16 and others apart
         kinds[form, rows == head, tuple((size == 1, size % 16 == 0) for size in sizes)] = rows, columns
     for (form, wide, _), (rows, columns) in kinds.items():
-        product = GPUProduct([GPUWeight(form, rows, columns, META)], None, dtype, wide=wide)
-        for tokens in TILES:
-            yield partial(product, torch.empty(tokens, columns, dtype=dtype, device=META))
+        weight = GPUWeight(form, rows, columns, META)
+        product = GPUProduct([weight], None, dtype, wide=wide)
+        for tokens, tiles in CANDIDATES.items():
+            x = torch.empty(tokens, columns, dtype=dtype, device=META)
+            for tile in tiles:
+                yield partial(product.multiply_in, tile, x)
         yield partial(product.lookup, torch.empty(LOOKED_UP, dtype=torch.int64, device=META))
         yield partial(product, torch.empty(MOST_ROWS + 1, columns, dtype=dtype, device=META))
 

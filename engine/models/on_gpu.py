@@ -1,8 +1,8 @@
 """The executor that computes a decoder's layers on a GPU: torch's matmuls, and our Triton kernels between them.
 
 A layer takes nine launches, and a tenth if the step has prompts beside decodes. With few rows our kernels may compute
-products as well, with the norm, the gate and the residual: six launches. A layer of experts takes three more, and our
-kernels compute the experts' products for any number of rows. Norms of all heads together take two more, and an input
+products as well, with the gate and the residual: eight launches. A layer of experts takes three more, and our kernels
+compute the experts' products for any number of rows. Norms of all heads together take two more, and an input
 of the layer's own five.
 decoder_layer.py computes the same in torch: it is used where these kernels cannot be, and it is the tests' oracle.
 """
@@ -10,7 +10,7 @@ decoder_layer.py computes the same in torch: it is used where these kernels cann
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -43,10 +43,8 @@ from .skinny import (
     Choices,
     Tile,
     Tiles,
-    Times,
     candidates,
     fastest,
-    fastest_pair,
     is_measurable,
     multiply,
     seconds,
@@ -188,12 +186,10 @@ def after_norm(
     scale: Tensor | None = None,
 ) -> Tensor:
     """Do as `normalized`, and return the `product` of what it returns."""
-    if tile is not None:
-        assert norm is not None and after is None and scale is None
-        add(x, added, None)
-        is_gated = isinstance(linear, Gated)
-        return linear.few(x, tile, norm=(norm.gain, norm.eps), activation=activation if is_gated else "")
-    return product(linear, normalized(x, added, norm, after, scale), activation)
+    normed = normalized(x, added, norm, after, scale)
+    if tile is None:
+        return product(linear, normed, activation)
+    return linear.few(normed, tile, activation=activation if isinstance(linear, Gated) else "")
 
 
 def before_residual(linear: Linear, tile: Tile | None, x: Tensor, residual: Tensor) -> Tensor | None:
@@ -223,22 +219,16 @@ def choose(
     parts = model, embedding, layers, rotaries, inputs
     tried: set[Tiles] = set()
     for rows in reversed(CANDIDATES):  # the same tiles are tried with most rows
-        each = [candidates(part, rows, model.dtype) for part in Tiles._fields]
+        each = [candidates(part, rows, embedding.weight.device) for part in Tiles._fields]
         for tiles in map(Tiles._make, itertools.zip_longest(*each)):
             if tiles not in tried and (reason := trial(*parts, choices={rows: tiles})):
                 return reason
             tried.add(tiles)
     try:
-        return {rows: _fastest(measured(layers, rows, model.decoder.activation)) for rows in CANDIDATES}
+        found = {rows: measured(layers, rows, model.decoder.activation) for rows in CANDIDATES}
     except Exception as error:  # of a capture, or of Triton
         return f"products of few rows could not be measured: {(str(error).splitlines() or [''])[0][:200]}"
-
-
-def _fastest(times: Mapping[str, Times]) -> Tiles:
-    addition, has_mlp = times["addition"][None], times["down"] != {None: 0.0}
-    output, gate_up = fastest_pair(times["output"], times["gate_up"], addition)
-    down, qkv = fastest_pair(times["down"], times["qkv"], addition if has_mlp else 0.0)  # experts leave nothing to add
-    return Tiles(qkv, output, gate_up, down)
+    return {rows: Tiles(*(fastest(times[part]) for part in Tiles._fields)) for rows, times in found.items()}
 
 
 def choose_head(head: Linear) -> None:
@@ -256,7 +246,7 @@ def _fastest_head(head: Linear, rows: int) -> Tile | None:
     x = torch.randn(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
     want = head(x)
     times: dict[Tile | None, float] = {None: seconds([partial(head, x)], weight.device)}
-    for tile in CANDIDATES[rows]:
+    for tile in candidates("qkv", rows, weight.device):
         product = partial(multiply, x, weight, tile, bias=head.bias, dtype=want.dtype)
         if relative(product(), want) < MAX_ERROR[weight.dtype]:
             times[tile] = seconds([product], weight.device)
@@ -267,8 +257,7 @@ def _fastest_head(head: Linear, rows: int) -> Tile | None:
 def measured(layers: Sequence[Layer], rows: int, activation: str) -> dict[str, dict[Tile | None, float]]:
     """Return the seconds of each of a layer's products of `rows` rows, with each tile and by torch (None).
 
-    A product's time includes the norm and the gate. The residual is left out: torch's way adds it with the norm, or if
-    there is none before the next product, in an "addition".
+    A product's time includes the norm and the gate, and not the residual with torch's: the next norm's kernel adds it.
     """
     first = layers[0].qkv.weight
     device, dtype = first.device, first.dtype
@@ -297,10 +286,8 @@ def measured(layers: Sequence[Layer], rows: int, activation: str) -> dict[str, d
 
         found[part] = {
             tile: seconds([partial(work, linear, norm, tile) for linear, norm in linears], device) / len(linears)
-            for tile in (None, *candidates(part, rows, dtype))
+            for tile in (None, *candidates(part, rows, device))
         }
-    x = torch.zeros(rows, layers[0].qkv.weight.shape[1], dtype=dtype, device=device)
-    found["addition"] = {None: seconds([partial(x.add_, x)] * len(layers), device) / len(layers)}
     return found
 
 

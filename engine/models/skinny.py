@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.paged_gpu import dependence, is_interpreted
-from ..kernels.launching import launch
+from ..attention.paged_gpu import dependence, is_interpreted, shared_memory
+from ..kernels.launching import gpu_kernels, launch
 from .routing import Routed
 
 Clamp = tuple[float, float]  # the limit and alpha of a layers.Clamp
@@ -31,24 +31,17 @@ class Tile(NamedTuple):
     stages: int
     columns: int = 128  # in a step of a sum
     shared: int = 1  # tiles of tokens that are computed side by side for each tile of rows
-    parts: int = 1  # of each sum, which that many programs compute; only of products without a norm and a gate
+    parts: int = 1  # of each sum, which that many programs compute; only of products without a gate
+    ahead: int = 8  # lines of each row of the weight that are read before the kernel before has ended
 
 
-FEW = Tile(16, 32, 8, 4), Tile(16, 16, 2, 5), Tile(16, 16, 4, 3, columns=256)
-# By the largest number of rows of x, with which they are measured. With fewer rows of the weight per program more
-# programs read it at once.
-CANDIDATES = {
-    1: FEW,
-    16: FEW,
-    32: (Tile(32, 32, 8, 4), Tile(32, 64, 8, 3)),
-    64: (Tile(64, 32, 4, 3), Tile(64, 64, 8, 3)),
-}
-# Further ones of products without a norm and a gate, whose weights often have too few rows for all multiprocessors.
-IN_PARTS = {
-    1: (Tile(16, 16, 4, 4, parts=4), Tile(16, 32, 4, 4, columns=256, parts=4)),
-    16: (Tile(16, 16, 4, 4, parts=4), Tile(16, 32, 4, 4, columns=256, parts=4)),
-    32: (Tile(32, 32, 8, 4, parts=4),),
-}
+# By the largest number of rows of x, with which they are measured. On an H200 each of them is the fastest for some
+# weight, or nearly so; what reads little of a weight at once never is.
+FEW = Tile(16, 32, 4, 8, ahead=16), Tile(16, 32, 8, 5, columns=256, ahead=16), Tile(16, 16, 2, 5)
+CANDIDATES = {1: FEW, 16: FEW, 32: (Tile(32, 32, 4, 6, ahead=16),), 64: (Tile(64, 64, 4, 4, ahead=16),)}
+# Further ones of products without a gate, whose weights often have too few rows for all multiprocessors.
+FEW_IN_PARTS = Tile(16, 32, 4, 4, columns=256, parts=4), Tile(16, 16, 4, 3, columns=512, parts=4, ahead=16)
+IN_PARTS = {1: FEW_IN_PARTS, 16: FEW_IN_PARTS}
 MOST_TILES = 1 << 14  # of a product whose sums are in parts
 REPLAYS = 3  # of a measurement; the shortest was disturbed least
 MEASURED_BYTES = 256 << 20  # of weights, so that none stays in the cache
@@ -94,7 +87,6 @@ def multiply(
     tile: Tile,
     *,
     bias: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
     activation: str = "",
     clamp: Clamp | None = None,
@@ -103,38 +95,45 @@ def multiply(
 ) -> Tensor:
     """Return x @ weight.T + bias, [tokens, rows], for x: [tokens, columns], of which only rows must be contiguous.
 
-    `norm`: the weight and epsilon of an RMSNorm of x before the product. `residual`: contiguous; the result is added to
-    it in place. `activation`: the weight's first half is the gate, see Gated; `clamp`: in place of the activation.
-    `dtype`: of the result; None: that of x. `routed`: the result has a row for each pair; weight and bias are those of
-    the first expert.
+    `residual`: contiguous; the result is added to it in place. `activation`: the weight's first half is the gate, see
+    Gated; `clamp`: in place of the activation. `dtype`: of the result; None: that of x. `routed`: the result has a row
+    for each pair; weight and bias are those of the first expert.
     """
-    from ..kernels.gpu import skinny as kernels
-
     tokens, columns = x.shape
-    rows = len(weight) // 2 if activation else len(weight)
-    x = x if x.stride(1) == 1 else x.contiguous()
+    rows = weight.shape[0] // 2 if activation else weight.shape[0]
+    x = x if x.stride()[1] == 1 else x.contiguous()
     assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
     count, tiles = (tokens, -(-tokens // tile.tokens)) if routed is None else (routed.order.num_pairs, routed.tiles)
     out = x.new_empty(count, rows, dtype=dtype) if residual is None else residual
-    gain, eps = (x, 0.0) if norm is None else norm
     sums = arrived = x
     if tile.parts > 1:
-        assert norm is None and not activation and routed is None
+        assert not activation and routed is None
         sums = torch.empty(tile.parts, tokens, rows, dtype=torch.float32, device=x.device)
         arrived = _arrived(x.device)
         assert -(-rows // tile.rows) * tiles <= MOST_TILES
     pairs, owners, places, fan = (x, x, x, 0) if routed is None else routed.arguments
     if not tokens:
         return out
-    launch(kernels.multiply, (-(-rows // tile.rows), tiles, tile.parts),
-        x, weight, gain, x if bias is None else bias, out, out, pairs, owners, places, sums, arrived, eps,
-        tokens, rows, columns, x.stride(0), out.stride(0),
-        NORM=norm is not None, BIAS=bias is not None, ADD=residual is not None, **gate_constants(activation, clamp),
-        EVEN=columns % tile.columns == 0, TOKENS=tile.tokens, ROWS=tile.rows, COLUMNS=tile.columns,
-        STAGES=tile.stages, WIDEN=is_interpreted(), SHARED=tile.shared, FAN=fan, PARTS=tile.parts,
-        num_warps=tile.warps, **dependence(x.device),
+    traits = bias is not None, residual is not None, columns % tile.columns == 0
+    launch(gpu_kernels("skinny").multiply, (-(-rows // tile.rows), tiles, tile.parts),
+        x, weight, x if bias is None else bias, out, out, pairs, owners, places, sums, arrived,
+        tokens, rows, columns, x.stride()[0], out.stride()[0],
+        constants=_constants(tile, traits, fan, activation, clamp), **dependence(x.device),
     )  # fmt: skip
     return out
+
+
+@functools.cache
+def _constants(
+    tile: Tile, traits: tuple[bool, bool, bool], fan: int, activation: str, clamp: Clamp | None
+) -> dict[str, Any]:
+    bias, add, even = traits
+    return {
+        "BIAS": bias, "ADD": add, **gate_constants(activation, clamp), "EVEN": even,
+        "TOKENS": tile.tokens, "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages,
+        "WIDEN": is_interpreted(), "SHARED": tile.shared, "FAN": fan, "PARTS": tile.parts, "AHEAD": tile.ahead,
+        "num_warps": tile.warps,
+    }  # fmt: skip
 
 
 def gate_constants(activation: str, clamp: Clamp | None) -> dict[str, str | float]:
@@ -158,27 +157,17 @@ def fastest(times: Times) -> Tile | None:
     return best if times[best] * GAIN <= times[None] else None
 
 
-def fastest_pair(before: Times, after: Times, addition: float) -> tuple[Tile | None, Tile | None]:
-    """Return the tiles of two consecutive products, of which the second one has a norm before it.
-
-    `addition`: the time of adding a result of torch's to the residual stream, if our kernel does not do it with the
-    next norm.
-    """
-    costs = {
-        (first, second): before[first] + after[second] + (addition if first is None and second is not None else 0.0)
-        for first in before
-        for second in after
-    }
-    best = min(costs, key=lambda pair: costs[pair])
-    return best if costs[best] * GAIN <= costs[None, None] else (None, None)
+def candidates(part: str, rows: int, device: torch.device) -> list[Tile]:
+    """Return the tiles to be tried for a product of a layer, a field of Tiles, with this many rows: those that fit into
+    the GPU's memory."""
+    tiles = [*CANDIDATES[rows], *(IN_PARTS.get(rows, ()) if part in ("output", "down") else ())]
+    weights = 2 if part == "gate_up" else 1
+    return [tile for tile in tiles if _shared_bytes(tile, weights) <= shared_memory(device)]
 
 
-def candidates(part: str, rows: int, dtype: torch.dtype) -> list[Tile]:
-    """Return the tiles to be tried for a product of a layer, a field of Tiles, with this many rows."""
-    if part in ("output", "down"):
-        return [*CANDIDATES[rows], *IN_PARTS.get(rows, ())]
-    # x times the norm's weight is rounded before it is normalized, and float16 has no room for what that can be.
-    return [] if dtype == torch.float16 else [*CANDIDATES[rows]]
+def _shared_bytes(tile: Tile, weights: int) -> int:
+    """Return the shared memory of a program that multiplies by this many weights of 16 bits."""
+    return (tile.tokens + weights * tile.rows) * tile.columns * 2 * (tile.stages - 1)
 
 
 @functools.cache

@@ -23,7 +23,8 @@ from ..types import ConfigError, ModelError
 from . import layer_kinds, multimodal
 from .decoder_spec import DecoderSpec, LayerShape, sinks_name
 from .families import FAMILIES, architecture
-from .gpu_weights import PIECE_NUMBERS, ROUNDED, Form
+from .gpu_form import ROUNDED, Form
+from .gpu_weights import PIECE_NUMBERS
 from .keys import count_of, number, shown, whole
 from .precision import head_bits, rounded_shapes
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..kernels.blocks import FORMATS
 from ..kernels.matmul import BlockRows, Converted, Sources
-from ..models.gpu_weights import FLOAT8_NAN, CodedPiece, CodedRows, Form
+from ..models.gpu_form import Form
+from ..models.gpu_weights import FLOAT8_NAN, CodedPiece, CodedRows
 from ..models.weights import Checkpoint, Entry
 from ..types import ModelError
 from .blocks import NUMBERS, write_blocks

@@ -24,10 +24,11 @@ from engine.compiling import jobs
 from engine.kernels import launching
 from engine.kernels.launching import META, Compiling
 from engine.kernels.library import Choice
-from engine.models import Forward, gpu_weights, on_gpu
+from engine.models import Forward, gpu_weights, on_gpu, skinny
 from engine.models.decoder import Decoder
 from engine.models.family import BEFORE
-from engine.models.gpu_weights import ROUNDED, CodedRows, Form
+from engine.models.gpu_form import ROUNDED, Form
+from engine.models.gpu_weights import CodedRows
 from engine.models.layers import InFile, Linear
 from engine.models.on_gpu import OnGPU
 from engine.models.skinny import CANDIDATES, UNIFORM, Choices, Tiles, candidates
@@ -140,14 +141,22 @@ def gpu(monkeypatch):
         monkeypatch.setattr(module, "limitation", lambda *_: None)
 
 
+class Compiled:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args: None
+
+
 @pytest.fixture
 def compiled(monkeypatch) -> list[str]:
     """The names of kernels as they are compiled, which takes no time."""
+    launching._compiled.cache_clear()
     names: list[str] = []
 
     def compile(self: Any, key: Any, signature: Any, device: int, *_: Any) -> Any:
         names.append(self.fn.__name__)
-        self.device_caches[device][0][key] = kernel = object()
+        self.device_caches[device][0][key] = kernel = Compiled()
         return kernel
 
     monkeypatch.setattr(JITFunction, "_do_compile", compile)
@@ -158,6 +167,7 @@ def compiled(monkeypatch) -> list[str]:
     monkeypatch.setattr(JITFunction, "__getitem__", launch)
     for name in ("is_dependent", "has_large_memory"):
         monkeypatch.setattr(paged_gpu, name, lambda device: True)
+    monkeypatch.setattr(skinny, "shared_memory", lambda device: 227 << 10)
     return names
 
 
@@ -214,7 +224,9 @@ def quantized_linears(model: Decoder) -> set[Linear]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("mode", ["torch's products", "products of few rows", "batch-invariant"])
+@pytest.mark.parametrize(
+    "mode", ["torch's products", "products of few rows", "other products of few rows", "batch-invariant"]
+)
 def test_what_the_jobs_compile_is_what_an_engine_launches(name, mode, compiled):
     for kernel in triton_kernels():
         kernel.device_caches.clear()
@@ -226,10 +238,9 @@ def test_what_the_jobs_compile_is_what_an_engine_launches(name, mode, compiled):
             launching._run(job, CPU)
     assert {"attend", "rotate_store", "add_norm", "weigh", "pick", "collect"} <= set(compiled)
     compiled.clear()
-    tiles = {
-        rows: Tiles(*(candidates(part, rows, torch.bfloat16)[-1] for part in Tiles._fields)) for rows in CANDIDATES
-    }
-    has_few = mode == "products of few rows" and spec.decoder.norms == BEFORE  # see on_gpu.choose
+    place = 0 if mode == "products of few rows" else -1
+    tiles = {rows: Tiles(*(candidates(part, rows, META)[place] for part in Tiles._fields)) for rows in CANDIDATES}
+    has_few = mode.endswith("products of few rows") and spec.decoder.norms == BEFORE  # see on_gpu.choose
     serve(spec, tiles if has_few else None, is_uniform=is_uniform)
     assert compiled == []
 
@@ -279,11 +290,50 @@ def test_the_kernels_of_quantized_experts_are_compiled_before_they_are_launched(
     assert compiled == []
 
 
+def test_a_kernel_is_looked_up_once_for_what_it_is_compiled_for(monkeypatch, compiled):
+    """A launch finds by itself what Triton has compiled, and asks Triton whenever Triton might compile anew."""
+    from engine.kernels.gpu import layers as kernels
+
+    asked, constants = [], {"INNER": 64, "TILE": 64, **skinny.gate_constants("silu", None)}
+    look_up = JITFunction.__getitem__
+
+    def recorded(kernel: Any, grid: Any) -> Any:
+        asked.append(grid)
+        return look_up(kernel, grid)
+
+    monkeypatch.setattr(JITFunction, "__getitem__", recorded)
+    memory = torch.zeros(4096, dtype=torch.bfloat16)
+
+    def gate(x: torch.Tensor, **options: Any) -> int:
+        launching.launch(kernels.gate, (2, 1), x, memory, DEPENDENT=False, num_warps=1, **{**constants, **options})
+        found = len(asked)
+        asked.clear()
+        return found
+
+    assert [gate(memory), gate(memory), gate(memory[8:])] == [1, 0, 0]
+    assert [gate(memory[1:]), gate(memory[3:])] == [1, 0], "another alignment"
+    assert [gate(memory.float()), gate(memory.float())] == [1, 0], "another type"
+    assert [gate(memory, INNER=128), gate(memory, INNER=128), gate(memory)] == [1, 0, 0], "another constant"
+
+    def arrange(pairs: int) -> int:
+        from engine.kernels.gpu import experts
+
+        ints = torch.zeros(64, dtype=torch.int32)
+        traits = {"EXPERTS": 4, "EXPERTS_P": 8, "TOKENS": 16, "TILE": 16, "DEPENDENT": False, "num_warps": 1}
+        launching.launch(experts.arrange, (4,), ints, ints, ints, pairs, pairs, **traits)
+        found = len(asked)
+        asked.clear()
+        return found
+
+    assert [arrange(7), arrange(9)] == [1, 0]
+    assert [arrange(1), arrange(16), arrange(32), arrange(1 << 40)] == [1, 1, 0, 1], "1, 16 and large ones are others"
+
+
 def triton_kernels() -> list[Any]:
-    from engine.kernels.gpu import attention, experts, layers, logits, matmul
+    from engine.kernels.gpu import attention, experts, layers, logits, matmul, shortlist, storing
     from engine.kernels.gpu import skinny as products
 
-    modules = (attention, experts, layers, logits, matmul, products)
+    modules = (attention, experts, layers, logits, matmul, products, shortlist, storing)
     return [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
 
 

@@ -7,6 +7,7 @@ The interpreter truncates where a GPU rounds to bfloat16, so products are compar
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -23,10 +24,12 @@ from engine import ConfigError, EngineConfig, ModelError, plan
 from engine.gguf import folder
 from engine.hub import fetch
 from engine.kernels.matmul import GROUP
-from engine.models import gpu_weights, on_gpu, scaled
+from engine.models import gpu_weights, measured_tiles, on_gpu, scaled
 from engine.models.decoder import Decoder
 from engine.models.decoder_layer import Layer
-from engine.models.gpu_weights import MOST_ROWS, ROUNDED, Form, GPUProduct, GPUWeight, random_weight, relative
+from engine.models.gpu_form import ROUNDED, Form
+from engine.models.gpu_tiles import CANDIDATES, MOST_ROWS, TILES, Tile
+from engine.models.gpu_weights import GPUProduct, GPUWeight, random_weight, relative
 from engine.models.on_gpu import OnGPU
 from engine.models.rounding import TOPS, rounded
 from tests.engine import test_gguf, test_gguf_architectures
@@ -90,6 +93,40 @@ def test_any_number_of_rows_is_multiplied(form, tokens):
     product, plain = product_of(form, 20, columns)
     x, residual = torch.randn(tokens, columns), torch.randn(tokens, 20)
     assert torch.allclose(product(x, residual), residual + x @ plain.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tile", list(dict.fromkeys(itertools.chain(*CANDIDATES.values()))))
+def test_every_tile_computes_the_product(tile):
+    """Of weights whose slices do not fill the last step, and whose sums are in several parts."""
+    for form in (ROUNDED[4], Form(8, 128, has_zeros=True)):
+        product, plain = product_of(form, 70, 2 * 1024 + 128)
+        assert product.parts[0]._parts > 1
+        x = torch.randn(3, plain.shape[1])
+        assert relative(product.multiply_in(tile, inside(x)), x.double() @ plain.double().T) < 1e-6
+
+
+def test_the_fastest_tile_that_is_right_is_used_for_all_weights_of_a_shape(monkeypatch):
+    first, second, wrong, *_ = CANDIDATES[16]
+    products = [product_of(Form(8), 40, 64)[0] for _ in range(3)]
+    other, multiply_in = product_of(Form(8), 41, 64)[0], GPUProduct.multiply_in
+
+    def multiply(self: GPUProduct, tile: Tile, x: Tensor) -> Tensor:
+        return multiply_in(self, tile, x) * (2 if tile == wrong else 1)
+
+    def seconds(works: Any, device: torch.device) -> float:
+        tile = works[0].args[0]
+        if tile not in (first, second, wrong) and tile not in TILES.values():
+            raise RuntimeError("out of resources")
+        return {second: 1.0, wrong: 0.5}.get(tile, 2.0)
+
+    monkeypatch.setattr(GPUProduct, "multiply_in", multiply)
+    monkeypatch.setattr(measured_tiles, "seconds", seconds)
+    measured_tiles.choose([*products, other], torch.float32)
+    assert all(each.parts[0].tiles == TILES for each in (*products, other)), "nothing is measured on a CPU"
+    monkeypatch.setattr(measured_tiles, "_is_measurable", lambda weight: weight.rows == 40)
+    measured_tiles.choose([*products, other], torch.float32)
+    assert all(each.parts[0].tiles == {**TILES, 16: second} for each in products)
+    assert other.parts[0].tiles == TILES
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

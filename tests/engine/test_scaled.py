@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.models import gpu_weights, scaled
-from engine.models.gpu_weights import SCALED_ROWS, Form, GPUProduct, random_weight
+from engine.models.gpu_form import Form
+from engine.models.gpu_weights import SCALED_ROWS, GPUProduct, random_weight
 
 CPU = torch.device("cpu")
 calls: list[tuple[int, int]] = []

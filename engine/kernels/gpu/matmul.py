@@ -13,6 +13,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .prefetching import prefetch
+
+LINE = tl.constexpr(128)  # bytes of a line of the cache
+AHEAD = tl.constexpr(8)  # slices that are read before the kernel before has ended
 
 
 @triton.jit
@@ -62,6 +68,7 @@ def multiply(
     tokens, rows, columns, slices, x_token, out_token,
     BITS: tl.constexpr, FLOAT: tl.constexpr, ZEROS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, FAN: tl.constexpr,
+    TOGETHER: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write x @ weight.T + bias to out [tokens, rows], rounded once; a program computes a tile, or a part of its sum.
 
@@ -81,6 +88,15 @@ def multiply(
     m = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     k = tl.arange(0, STEP)
     is_row, is_token = n < rows, m < tokens
+    # A part takes TOGETHER slices at a time.
+    share = tl.cdiv(tl.cdiv(slices, parts), TOGETHER) * TOGETHER
+    if DEPENDENT:
+        if not FAN:
+            ahead = tl.minimum(part * share + tl.arange(0, AHEAD), slices - 1).to(tl.int64)
+            byte = tl.program_id(0) * (ROWS * STEP) + LINE * tl.arange(0, ROWS * STEP // LINE)
+            prefetch(numbers_ptr + ahead[:, None] * rows * STEP + tl.minimum(byte, rows * STEP - 1)[None, :])
+        gdc_wait()
+        gdc_launch_dependents()
     source = m
     if FAN:
         owner = tl.load(owners_ptr + tl.program_id(2))
@@ -94,30 +110,34 @@ def multiply(
         zeros_ptr += 16 * tl.load(places_at + 2)
         bias_ptr += 16 * tl.load(places_at + 3)
     x_at = x_ptr + source.to(tl.int64)[:, None] * x_token + k[None, :]
-    share = tl.cdiv(slices, parts)
     stored_at = numbers_ptr + (part * share).to(tl.int64) * rows * STEP + n[None, :] * STEP + k[:, None]
     total = tl.zeros([TOKENS, ROWS], tl.float32)
-    for index in tl.range(part * share, tl.minimum(part * share + share, slices), num_stages=STAGES):
-        stored = tl.load(stored_at, mask=is_row[None, :], other=0)
-        stored_at += rows * STEP
-        for half in tl.static_range(HALVES):
-            column = index * SLICE + half * STEP
-            x = tl.load(x_at + column, mask=is_token[:, None] & (column + k < columns)[None, :], other=0.0).to(WIDE)
-            group_at = n
-            if GROUP:
-                group_at = (column // GROUP) * rows + n
-            zero = tl.full([ROWS], 8.0, tl.float32)  # the middle of 4 bits
-            if ZEROS:
-                zero = tl.load(zeros_ptr + group_at, mask=is_row, other=0).to(tl.float32)
-            if BITS == 4:
-                weight = of_half((stored >> (4 * half)) & 15, zero[None, :], DTYPE, WIDE)
-            else:
-                weight = of_byte(stored, zero[None, :], FLOAT, ZEROS, DTYPE, WIDE)
-            if GROUP:
-                scale = tl.load(scales_ptr + group_at, mask=is_row, other=0.0).to(tl.float32)
-                total += tl.dot(x, weight, input_precision="ieee") * scale[None, :]
-            else:
-                total = tl.dot(x, weight, total, input_precision="ieee")
+    for first in tl.range(part * share, tl.minimum(part * share + share, slices), TOGETHER, num_stages=STAGES):
+        for each in tl.static_range(TOGETHER):
+            index = first + each
+            is_there = is_row
+            if TOGETHER > 1:
+                is_there = is_row & (index + 0 * n < slices)  # the interpreter needs a tensor
+            stored = tl.load(stored_at, mask=is_there[None, :], other=0)
+            stored_at += rows * STEP
+            for half in tl.static_range(HALVES):
+                column = index * SLICE + half * STEP
+                x = tl.load(x_at + column, mask=is_token[:, None] & (column + k < columns)[None, :], other=0.0).to(WIDE)
+                group_at = n
+                if GROUP:
+                    group_at = (column // GROUP) * rows + n
+                zero = tl.full([ROWS], 8.0, tl.float32)  # the middle of 4 bits
+                if ZEROS:
+                    zero = tl.load(zeros_ptr + group_at, mask=is_there, other=0).to(tl.float32)
+                if BITS == 4:
+                    weight = of_half((stored >> (4 * half)) & 15, zero[None, :], DTYPE, WIDE)
+                else:
+                    weight = of_byte(stored, zero[None, :], FLOAT, ZEROS, DTYPE, WIDE)
+                if GROUP:
+                    scale = tl.load(scales_ptr + group_at, mask=is_there, other=0.0).to(tl.float32)
+                    total += tl.dot(x, weight, input_precision="ieee") * scale[None, :]
+                else:
+                    total = tl.dot(x, weight, total, input_precision="ieee")
     if not GROUP:
         total *= tl.load(scales_ptr + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
     is_in = is_token[:, None] & is_row[None, :]

@@ -1,7 +1,8 @@
-"""A Triton kernel for products with plain weights: x @ weight.T, for few rows with what comes before and after it.
+"""A Triton kernel for products with plain weights: x @ weight.T, for few rows with what comes after it.
 
-With few rows a product takes the time in which its weight is read. The RMSNorm before it, which every program computes
-again, the gate and the residual cost nothing beside that, and save launches.
+With few rows a product takes the time in which its weight is read. The gate and the residual cost nothing beside that,
+and save launches. The RMSNorm before it has a kernel of its own: a product whose programs computed it, too, took twice
+as long on an H200, because x then goes through registers on its way to the matrix units.
 
 A program computes a tile of the result over all columns, in steps of COLUMNS. So a row's sum has one order, whatever
 the number of rows. With other tiles it has the same one, as far as the GPU's matrix instructions add up columns alike
@@ -15,41 +16,31 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import activations
+from .prefetching import prefetch
 
 LINE = tl.constexpr(64)  # numbers of 16 bits in a line of the cache
-# Of each row of the weight, that are read before the kernel before has ended; with a norm the registers are needed.
-LINES = tl.constexpr(8)
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Bring lines to the second-level cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def multiply(
-    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, pairs_ptr, owners_ptr, places_ptr,
-    sums_ptr, arrived_ptr, eps,
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, pairs_ptr, owners_ptr, places_ptr, sums_ptr, arrived_ptr,
     tokens, rows, columns, x_token, out_token,
-    NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr, EVEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    EVEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, WIDEN: tl.constexpr, DEPENDENT: tl.constexpr, SHARED: tl.constexpr, FAN: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Write x @ weight.T to out [tokens, rows], rounded once. The grid is (tiles of rows, tiles of tokens, PARTS).
 
-    x: [tokens, columns]. weight: [rows, columns], contiguous. With NORM x is the RMSNorm of x, with weight norm
-    [columns]. BIAS adds bias [rows]; ADD adds residual, which has the shape and strides of out and may be out. With an
-    ACTIVATION the weight has 2 * rows rows, the gate's first, and the result is activation(gate) * up. EVEN: COLUMNS
-    divides the columns. DEPENDENT: the kernel was launched before the one before it has ended. SHARED: the number of
+    x: [tokens, columns]. weight: [rows, columns], contiguous. BIAS adds bias [rows]; ADD adds residual, which has the
+    shape and strides of out and may be out. With an ACTIVATION the weight has 2 * rows rows, the gate's first, and the
+    result is activation(gate) * up. EVEN: COLUMNS divides the columns. DEPENDENT: the kernel was launched before the
+    one before it has ended. AHEAD: the lines of each row of the weight that are then read before. SHARED: the number of
     tiles of tokens that are computed side by side for each tile of rows, so that many of both stay in the cache.
 
     With PARTS above 1 a program sums up as many consecutive columns, and the last one of a tile to arrive adds up all
-    parts in their order; there is neither a norm nor an activation. sums: [PARTS, tokens, rows] float32. arrived: an
-    int32 per tile, zero before and after.
+    parts in their order; there is no activation. sums: [PARTS, tokens, rows] float32. arrived: an int32 per tile, zero
+    before and after.
 
     With FAN the product is that of routed pairs: result `pair` is row pair // FAN of x times the weight of the tile's
     owner. pairs and owners: see experts.arrange. places: [owners, 2] int64, where an owner's weight and bias are,
@@ -72,16 +63,14 @@ def multiply(
         begin = tl.program_id(2) * share
         end = tl.minimum(begin + share, columns)
     if DEPENDENT:
-        # The next kernel may be launched now; it waits until this one has ended, before it reads any result. The
-        # weight is no result: its first columns come to the cache while this kernel waits.
-        gdc_launch_dependents()
+        # The weight is no result of a kernel before: its first columns come to the cache while this kernel waits.
         if not FAN:  # then it is not known yet which weight it is
             ahead = weight_ptr + tl.minimum(n, rows - 1).to(tl.int64) * columns + begin
-            if NORM:
-                _prefetch(ahead)
-            else:
-                _prefetch(ahead[:, None] + tl.minimum(LINE * tl.arange(0, LINES), columns - 1 - begin)[None, :])
+            prefetch(ahead[:, None] + tl.minimum(LINE * tl.arange(0, AHEAD), columns - 1 - begin)[None, :])
         gdc_wait()
+        # The next kernel may be launched now; it waits until this one has ended, before it reads any result. Before
+        # the wait, it would let the one after it be launched, and so on: they would take this one's place.
+        gdc_launch_dependents()
     source = m
     if FAN:
         owner = tl.load(owners_ptr + token_tile)
@@ -96,7 +85,6 @@ def multiply(
     up_at = weight_at + rows.to(tl.int64) * columns
     total = tl.zeros([TOKENS, ROWS], tl.float32)
     up_total = tl.zeros([TOKENS, ROWS], tl.float32)
-    squares = tl.zeros([TOKENS], tl.float32)
     for column in tl.range(begin, end, COLUMNS, num_stages=STAGES):
         if EVEN:
             x = tl.load(x_at + column, mask=is_token[:, None], other=0.0).to(WIDE)
@@ -105,20 +93,6 @@ def multiply(
             left = k < columns - column
             x = tl.load(x_at + column, mask=is_token[:, None] & left[None, :], other=0.0).to(WIDE)
             weight = tl.load(weight_at + column, mask=is_row[None, :] & left[:, None], other=0.0).to(WIDE)
-        if NORM:
-            # Loaded once more, so that x goes to the matrix units as they need it: the squares need another order. So
-            # does the gain, as a matrix.
-            gain_at = norm_ptr + column + k[None, :] + 0 * m[:, None]
-            if EVEN:
-                again = tl.load(x_at + column, mask=is_token[:, None], other=0.0, eviction_policy="evict_last")
-                gain = tl.load(gain_at)
-            else:
-                is_number = is_token[:, None] & left[None, :]
-                again = tl.load(x_at + column, mask=is_number, other=0.0, eviction_policy="evict_last")
-                gain = tl.load(gain_at, mask=left[None, :], other=0.0)
-            again = again.to(tl.float32)
-            squares += tl.sum(again * again, 1)
-            x = (x.to(tl.float32) * gain.to(tl.float32)).to(DTYPE).to(WIDE)
         total = tl.dot(x, weight, total, input_precision="ieee")
         if ACTIVATION != "":
             if EVEN:
@@ -126,10 +100,6 @@ def multiply(
             else:
                 up = tl.load(up_at + column, mask=is_row[None, :] & left[:, None], other=0.0).to(WIDE)
             up_total = tl.dot(x, up, up_total, input_precision="ieee")
-    if NORM:
-        factor = (1.0 / tl.sqrt(squares / columns + eps))[:, None]
-        total *= factor
-        up_total *= factor
     is_in = is_token[:, None] & is_row[None, :]
     if PARTS > 1:
         sum_at = sums_ptr + m.to(tl.int64)[:, None] * rows + n[None, :]

@@ -1,0 +1,57 @@
+"""Chooses the tiles of products with quantized weights on a GPU, by measurements on a model's own weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from ..attention.paged_gpu import MAX_ERROR
+from .gpu_tiles import CANDIDATES, TILES, Tile
+from .gpu_weights import GPUProduct, GPUWeight
+from .skinny import GAIN, MEASURED_BYTES, seconds
+
+
+def choose(products: Iterable[GPUProduct], dtype: torch.dtype) -> None:
+    """Let products use the fastest tiles, by measurements on some of each form and shape."""
+    known = sorted(products, key=lambda each: each.kind)
+    for _, group in itertools.groupby(known, key=lambda each: each.kind):
+        alike = list(group)
+        tiles = fastest(alike[: max(2, -(-MEASURED_BYTES // alike[0].num_bytes))], dtype)
+        for weight in (part for each in alike for part in each.parts):
+            weight.use(tiles)
+
+
+@torch.inference_mode()
+def fastest(products: Sequence[GPUProduct], dtype: torch.dtype) -> Mapping[int, Tile]:
+    """Return the fastest tiles of products of one form and shape; TILES where nothing can be measured.
+
+    The kernels have been compiled, and TILES have been tried.
+    """
+    if not _is_measurable(products[0].parts[0]):
+        return TILES
+    with suppress(Exception):  # of a capture, or of Triton
+        return {rows: _fastest(products, rows, dtype) for rows in CANDIDATES}
+    return TILES
+
+
+def _is_measurable(weight: GPUWeight) -> bool:
+    return not weight.is_uniform and weight.device.type == "cuda"
+
+
+def _fastest(products: Sequence[GPUProduct], rows: int, dtype: torch.dtype) -> Tile:
+    first, *others = CANDIDATES[rows]
+    part = products[0].parts[0]
+    x = torch.randn(rows, part.columns, dtype=dtype, device=part.device)
+    want = products[0].multiply_in(first, x).double()
+    best, shortest = first, seconds([partial(each.multiply_in, first, x) for each in products], part.device)
+    for tile in others:
+        with suppress(Exception):  # one that does not fit
+            error = (products[0].multiply_in(tile, x).double() - want).norm() / want.norm()
+            took = seconds([partial(each.multiply_in, tile, x) for each in products], part.device)
+            if error < MAX_ERROR[dtype] and took * GAIN <= shortest:
+                best, shortest = tile, took
+    return best
