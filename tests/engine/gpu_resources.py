@@ -21,25 +21,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.attention.gpu_cache import Shape, padded, power_of_two, tile_rows, warps
 from engine.attention.gpu_plan import SPLIT
 from engine.attention.layer import LARGEST, AttentionLayer
-from engine.attention.paged_gpu import (
-    attend_stages,
-    attend_warps,
-    padded,
-    power_of_two,
-    queries_of,
-    tile,
-    tile_rows,
-    warps,
-)
-from engine.kernels.gpu import attention, changes, experts, layers, logits, matmul, skinny
-from engine.models import gpu_experts, gpu_weights
+from engine.attention.paged_gpu import FEW_ROWS, attend_shape, queries_of
+from engine.kernels.gpu import attention, changes, experts, layers, logits, matmul, shortlist, skinny, storing
+from engine.models import gpu_experts, gpu_tiles, gpu_weights
 from engine.models import skinny as few_rows
+from engine.models.gpu_form import ROUNDED, Form
 from engine.models.gpu_layers import GATE_TILE
-from engine.models.gpu_weights import LOOKED_UP, ROUNDED, Form, Tile
+from engine.models.gpu_tiles import Tile
+from engine.models.gpu_weights import DEQUANTIZED_ROWS, DEQUANTIZED_WARPS, LOOKED_UP
 from engine.models.on_gpu import MAX_HIDDEN
-from engine.runner.triton_logits import COUNT_DIGITS, ENTRIES, SUM_DIGITS, TILE, TILES, WARPS
+from engine.runner.triton_logits import COUNT_DIGITS, ENTRIES, GROUP, SUM_DIGITS, TILE, TILES, WARPS
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 NAMES = {
@@ -91,10 +85,14 @@ FUSED = (
 )  # multiplications and additions
 
 
-def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, kind: str, arch: int) -> Arguments:
-    """Return the types of the arguments and the constants of a launch, as PagedGPU makes it."""
-    uniform = kind == "uniform"
-    queries = 1 if kind == "decode" else queries_of(layer, dtype, uniform=uniform, is_large=arch >= 90)
+def attend(
+    layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, kind: str, arch: int
+) -> tuple[Arguments, Shape]:
+    """Return the types of the arguments and the constants of a launch, as PagedGPU makes it, and how it computes."""
+    uniform, is_scaled, is_large = kind == "uniform", cache in LARGEST, arch >= 90
+    queries = 1 if kind.startswith("decode") else queries_of(layer, dtype, uniform=uniform, is_large=arch >= 90)
+    tokens = 1 if kind == "decode of few" else FEW_ROWS + 1
+    shape = attend_shape(layer, dtype, queries, tokens, uniform=uniform, is_scaled=is_scaled, is_large=is_large)
     types = {
         "q_ptr": dtype, "cache_ptr": cache, "scales_ptr": torch.float32 if cache in LARGEST else cache,
         "out_ptr": dtype,
@@ -107,11 +105,11 @@ def attend(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, kin
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "V_DIM": layer.v_head_dim,
         "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "QUERIES": queries,
         "ROWS": tile_rows(layer, queries), "SPLIT": 0 if kind == "chunk" else SPLIT,
-        "TILE": tile(layer, dtype, is_crowded=uniform and cache in LARGEST), "UNIFORM": uniform, "SKIP": arch >= 90,
+        "TILE": shape.keys, "UNIFORM": uniform, "SKIP": is_large and queries > 1,
         "WINDOW": layer.window or 0, "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None,
-        "SCALED": cache in LARGEST, "WIDEN": False, "DEPENDENT": arch >= 90,
+        "SCALED": is_scaled, "WIDEN": False, "DEPENDENT": is_large,
     }  # fmt: skip
-    return signature, constants
+    return (signature, constants), shape
 
 
 def store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> Arguments:
@@ -138,62 +136,62 @@ def rotate_store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, 
     return signature, constants
 
 
-def add_norm(size: int, dtype: torch.dtype, *, centered: bool) -> Arguments:
+def add_norm(size: int, dtype: torch.dtype, *, centered: bool, arch: int) -> Arguments:
     signature = dict.fromkeys(
         ("x_ptr", "added_ptr", "after_ptr", "scale_ptr", "weight_ptr", "normed_ptr"), "*" + NAMES[dtype]
     )
     constants = {
         "SIZE": size, "SIZE_P": power_of_two(size), "ROW": size, "ADD": True, "AFTER": True, "SCALE": True,
-        "NORM": True, "WIDE": centered, "CENTERED": centered,
+        "NORM": True, "WIDE": centered, "CENTERED": centered, "DEPENDENT": arch >= 90,
     }  # fmt: skip
     return signature | {"eps": "fp32"}, constants
 
 
-def gate(inner: int, activation: str, dtype: torch.dtype) -> Arguments:
+def gate(inner: int, activation: str, dtype: torch.dtype, *, arch: int) -> Arguments:
     signature = dict.fromkeys(("gate_up_ptr", "out_ptr"), "*" + NAMES[dtype])
-    return signature, {"INNER": inner, "TILE": GATE_TILE, **few_rows.gate_constants(activation, None)}
+    constants = {"INNER": inner, "TILE": GATE_TILE, "DEPENDENT": arch >= 90}
+    return signature, constants | few_rows.gate_constants(activation, None)
 
 
 def few(
     tile: few_rows.Tile,
     dtype: torch.dtype,
     *,
-    norm: bool = False,
     activation: str = "",
     dependent: bool,
     add: bool = False,
     fan: int = 0,
 ) -> Arguments:
     """Return the types of the arguments and the constants of a launch of a product with a plain weight."""
-    pointers = ("x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr")
+    pointers = ("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr", "out_ptr")
     constants = {
-        "NORM": norm, "BIAS": False, "ADD": add, "EVEN": True, "TOKENS": tile.tokens, "ROWS": tile.rows,
+        "BIAS": False, "ADD": add, "EVEN": True, "TOKENS": tile.tokens, "ROWS": tile.rows,
         "COLUMNS": tile.columns, "STAGES": tile.stages, "WIDEN": False, "DEPENDENT": dependent, "SHARED": tile.shared,
-        "FAN": fan, "PARTS": tile.parts, **few_rows.gate_constants(activation, None),
+        "FAN": fan, "PARTS": tile.parts, "AHEAD": tile.ahead, **few_rows.gate_constants(activation, None),
     }  # fmt: skip
-    return dict.fromkeys(pointers, "*" + NAMES[dtype]) | ROUTED | PARTED | {"eps": "fp32"}, constants
+    return dict.fromkeys(pointers, "*" + NAMES[dtype]) | ROUTED | PARTED, constants
 
 
-def chosen(count: int, active: int) -> Arguments:
+def chosen(count: int, active: int, *, arch: int) -> Arguments:
     """Return the types of the arguments and the constants of the choice of experts."""
     signature = {"logits_ptr": "*fp32", "correction_ptr": "*fp32", "weights_ptr": "*fp32", "chosen_ptr": "*i32"}
     signature["scales_ptr"] = "*bf16"
     constants = {
         "EXPERTS": count, "EXPERTS_P": power_of_two(count), "ACTIVE": active, "ACTIVE_P": power_of_two(active),
-        "SIGMOID": True, "NORMALIZE": True, "SCALES": True,
+        "SIGMOID": True, "NORMALIZE": True, "SCALES": True, "DEPENDENT": arch >= 90,
     }  # fmt: skip
     return signature | {"scale": "fp32"}, constants
 
 
-def arranged(count: int, tokens: int) -> Arguments:
+def arranged(count: int, tokens: int, *, arch: int) -> Arguments:
     signature = {"chosen_ptr": "*i32"} | ROUTED
     constants = {"EXPERTS": count, "EXPERTS_P": power_of_two(count + 1), "TOKENS": tokens}
-    return signature, constants | {"TILE": gpu_experts.ARRANGE_TILE}
+    return signature, constants | {"TILE": gpu_experts.ARRANGE_TILE, "DEPENDENT": arch >= 90}
 
 
-def combined(hidden: int, active: int, dtype: torch.dtype) -> Arguments:
+def combined(hidden: int, active: int, dtype: torch.dtype, *, arch: int) -> Arguments:
     signature = dict.fromkeys(("x_ptr", "results_ptr", "shared_ptr"), "*" + NAMES[dtype]) | {"weights_ptr": "*fp32"}
-    return signature, {"SIZE": hidden, "TILE": GATE_TILE, "ACTIVE": active, "SHARED": True}
+    return signature, {"SIZE": hidden, "TILE": GATE_TILE, "ACTIVE": active, "SHARED": True, "DEPENDENT": arch >= 90}
 
 
 FORMS = (
@@ -217,24 +215,28 @@ def weight(form: Form, dtype: torch.dtype) -> Arguments:
     return signature, constants
 
 
-def product(form: Form, dtype: torch.dtype, tile: Tile, fan: int = 0) -> Arguments:
+def product(form: Form, dtype: torch.dtype, tile: Tile, *, arch: int, fan: int = 0) -> Arguments:
     """Return the types of the arguments and the constants of a launch, as GPUWeight makes it."""
     signature, constants = weight(form, dtype)
     signature |= {"x_ptr": "*" + NAMES[dtype], "bias_ptr": "*" + NAMES[dtype]}
     signature |= {"sums_ptr": "*fp32", "arrived_ptr": "*i32"} | ROUTED
     sizes = {"TOKENS": tile.tokens, "ROWS": tile.rows, "STAGES": tile.stages}
-    return signature, constants | sizes | {"WIDEN": False, "FAN": fan}
+    return signature, constants | sizes | {
+        "WIDEN": False, "FAN": fan, "TOGETHER": tile.slices, "DEPENDENT": arch >= 90,
+    }  # fmt: skip
 
 
 def dequantized(form: Form, dtype: torch.dtype, *, look_up: bool) -> Arguments:
     signature, constants = weight(form, dtype)
     ids = {"ids_ptr": "*i64" if look_up else "*i32"}
-    return signature | ids, constants | {"ROWS": LOOKED_UP, "LOOK_UP": look_up}
+    rows = LOOKED_UP if look_up else DEQUANTIZED_ROWS
+    return signature | ids, constants | {"ROWS": rows, "LOOK_UP": look_up}
 
 
 LOGITS = {
     "x_ptr": "*fp32", "rows_ptr": "*i64", "state_ptr": "*i64", "counts_ptr": "*i32", "sums_ptr": "*i64",
     "weights_ptr": "*fp32", "parts_ptr": "*i64", "tops_ptr": "*fp32", "ids_ptr": "*i64", "values_ptr": "*fp32",
+    "maxima_ptr": "*i32", "keys_ptr": "*i32", "tokens_ptr": "*i64",
     "at_ptr": "*i64", "penalties_ptr": "*fp32", "biases_ptr": "*fp32", "chosen_ptr": "*i64", "bits_ptr": "*i32",
 }  # fmt: skip
 
@@ -244,9 +246,14 @@ def sampling(vocab_size: int, arch: int) -> Iterator[tuple[Any, Arguments]]:
     tiles = {"SIZE": vocab_size, "TILE": TILE, "TILES": TILES, "DEPENDENT": arch >= 90}
     parts = {"PARTS": -(-vocab_size // (TILE * TILES)), **tiles}
     over = {"PARTS_P": power_of_two(parts["PARTS"]), **parts}
-    for count in (False, True):
-        yield logits.find_top, (LOGITS, {"COUNT": count, **tiles})
-    for known in range(1, COUNT_DIGITS):
+    for group in (0, GROUP):
+        yield logits.find_top, (LOGITS, {"GROUP": group, **tiles})
+    groups, live = parts["PARTS"] * TILES * TILE // GROUP, -(-vocab_size // GROUP)
+    bound = {"GROUPS": groups, "LIVE": live, "LIVE_P": power_of_two(live), "DEPENDENT": arch >= 90}
+    yield shortlist.find_bound, (LOGITS, bound)
+    yield shortlist.shortlist, ({**LOGITS, "ids_ptr": "*i32"}, {"GROUP": GROUP, **tiles})
+    yield shortlist.draw_listed, ({**LOGITS, "ids_ptr": "*i32"}, {"DEPENDENT": arch >= 90})
+    for known in range(COUNT_DIGITS):
         yield logits.count_digit, (LOGITS, {"KNOWN": known, **tiles})
     for known in range(1, SUM_DIGITS):
         yield logits.sum_digit, (LOGITS, {"KNOWN": known, **tiles})
@@ -271,53 +278,62 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
             if cache == torch.float8_e4m3fn and arch < 89:
                 continue  # Triton does not convert these numbers there
             label = f"{name} {NAMES[dtype]} {NAMES[cache]}"
-            for kind in ("decode", "chunk", "uniform"):
-                arguments = attend(each, dtype, cache, kind=kind, arch=arch)
-                num_warps = attend_warps(each, arguments[1]["QUERIES"])
-                yield f"{kind} {label}", attention.attend, arguments, num_warps
-            yield f"store {label}", attention.store, store(each, dtype, cache), 1
+            for kind in ("decode", "decode of few", "chunk", "uniform"):
+                arguments, shape = attend(each, dtype, cache, kind=kind, arch=arch)
+                yield f"{kind} {label}", attention.attend, arguments, shape
+            yield f"store {label}", storing.store, store(each, dtype, cache), 1
             arguments = rotate_store(each, dtype, cache, arch=arch)
             num_warps = warps(2 * arguments[1]["GROUP_P"] * arguments[1]["HALF_P"])
-            yield f"rotate {label}", attention.rotate_store, arguments, num_warps
+            yield f"rotate {label}", storing.rotate_store, arguments, num_warps
             for kind, constants in TURNS.items() if name == "Llama 8B" else ():
                 own = arguments[0], arguments[1] | constants
-                yield f"rotate {kind} of {label}", attention.rotate_store, own, num_warps
+                yield f"rotate {kind} of {label}", storing.rotate_store, own, num_warps
     for name, (hidden, inner) in SIZES.items():
         for dtype in (torch.bfloat16, torch.float32):
             label = f"{name} {NAMES[dtype]} {NAMES[dtype]}"
             for centered in (False, True):
-                norm = add_norm(hidden, dtype, centered=centered)
+                norm = add_norm(hidden, dtype, centered=centered, arch=arch)
                 yield f"norm {'centered ' * centered}{label}", layers.add_norm, norm, warps(norm[1]["SIZE_P"])
             for activation in ("silu", "gelu", "gelu_pytorch_tanh", "relu"):
-                yield f"gate {label} {activation}", layers.gate, gate(inner, activation, dtype), warps(GATE_TILE)
+                yield (
+                    f"gate {label} {activation}",
+                    layers.gate,
+                    gate(inner, activation, dtype, arch=arch),
+                    warps(GATE_TILE),
+                )
     for form in FORMS:
         for dtype in gpu_weights.DTYPES:
             label = f"{NAMES[dtype]} {form.name}"
-            for size in gpu_weights.TILES.values():
-                yield f"product {label}, {size.tokens} rows", matmul.multiply, product(form, dtype, size), size.warps
+            for size in dict.fromkeys(itertools.chain(*gpu_tiles.CANDIDATES.values())):
+                yield (
+                    f"product {label}, {size.tokens} rows by {size.rows}",
+                    matmul.multiply,
+                    product(form, dtype, size, arch=arch),
+                    size.warps,
+                )
             for look_up in (False, True):
                 arguments = dequantized(form, dtype, look_up=look_up)
-                yield f"{'lookup' if look_up else 'dequantize'} {label}", matmul.dequantize, arguments, 1
+                warps_of = 1 if look_up else DEQUANTIZED_WARPS
+                yield f"{'lookup' if look_up else 'dequantize'} {label}", matmul.dequantize, arguments, warps_of
     for size in dict.fromkeys(itertools.chain(*few_rows.IN_PARTS.values())):
         found = few(size, torch.bfloat16, add=True, dependent=arch >= 90)
-        label = f"few {size.tokens} rows, tiles of {size.rows}, in {size.parts} parts bf16"
+        label = f"few {size.tokens} rows, tiles of {size.rows} by {size.columns}, in {size.parts} parts bf16"
         yield label, skinny.multiply, found, size.warps
     for size in dict.fromkeys(itertools.chain(*few_rows.CANDIDATES.values())):
-        for kind, norm, activation in (("norm", True, ""), ("gate", True, "silu"), ("residual", False, "")):
-            options = {"norm": norm, "activation": activation, "add": not norm, "dependent": arch >= 90}
-            found = few(size, torch.bfloat16, **options)
+        for kind, activation in (("gate", "silu"), ("residual", "")):
+            found = few(size, torch.bfloat16, activation=activation, add=not activation, dependent=arch >= 90)
             label = f"few {size.tokens} rows, tiles of {size.rows} by {size.columns}, {kind} bf16"
             yield label, skinny.multiply, found, size.warps
     for dtype, candidates in ((torch.bfloat16, few_rows.UNIFORM), (torch.float32, few_rows.UNIFORM_FLOAT32)):
         for size in itertools.chain(*(each.values() for each in candidates)):
-            found = few(size, dtype, norm=False, dependent=arch >= 90)
+            found = few(size, dtype, dependent=arch >= 90)
             label = f"tiles of {size.tokens} by {size.rows} {NAMES[dtype]}"
             yield f"alike {label}", skinny.multiply, found, size.warps
     for name, (hidden, count, active) in EXPERTS.items():
-        yield f"choose {name}", experts.choose, chosen(count, active), warps(power_of_two(count))
-        yield f"combine {name}", experts.combine, combined(hidden, active, torch.bfloat16), warps(GATE_TILE)
+        yield f"choose {name}", experts.choose, chosen(count, active, arch=arch), warps(power_of_two(count))
+        yield f"combine {name}", experts.combine, combined(hidden, active, torch.bfloat16, arch=arch), warps(GATE_TILE)
         for size in gpu_experts.TILES.values():
-            yield f"arrange {name}, tiles of {size.tokens}", experts.arrange, arranged(count, size.tokens), 4
+            yield f"arrange {name}, tiles of {size.tokens}", experts.arrange, arranged(count, size.tokens, arch=arch), 4
     for size in gpu_experts.TILES.values():
         for kind, activation, fan in (("gate", "clamped", 8), ("down", "", 1)):
             found = few(size, torch.bfloat16, activation=activation, dependent=arch >= 90, fan=fan)
@@ -325,14 +341,15 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
     for form in FORMS:
         for part in gpu_experts.QUANTIZED_TILES.values():
             label = f"routed {form.name}, tiles of {part.tokens} bf16"
-            yield label, matmul.multiply, product(form, torch.bfloat16, part, fan=4), part.warps
+            yield label, matmul.multiply, product(form, torch.bfloat16, part, arch=arch, fan=4), part.warps
     for name, vocab_size in VOCABULARIES.items():
         for kernel, arguments in sampling(vocab_size, arch):
             yield f"{kernel.__name__} logits of {name}", kernel, arguments, WARPS
 
 
-def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> dict[str, Any]:
+def resources(kernel: Any, arguments: Arguments, shape: int | Shape, arch: int) -> dict[str, Any]:
     """Compile a kernel; return its registers and stack per thread, its shared memory, and its matrix instructions.
+    `shape`: the warps of a program, or all of Shape.
 
     The instructions are counted in PTX, because a disassembler takes longer than most kernels do to compile.
     """
@@ -344,12 +361,11 @@ def resources(kernel: Any, arguments: Arguments, num_warps: int, arch: int) -> d
         if name not in constants and ALIGNED.match(name)
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
-    options = {"num_warps": num_warps, "enable_fp_fusion": kernel in FUSED and not constants.get("UNIFORM")}
-    if kernel is attention.attend:
-        dtype = next(each for each, name in NAMES.items() if "*" + name == types["q_ptr"])
-        traits = {"is_scaled": constants["SCALED"], "is_large": constants["SKIP"]}
-        heads, kv_heads, dim = (constants[name] for name in ("HEADS", "KV_HEADS", "DIM"))
-        options["num_stages"] = attend_stages(layer(heads, kv_heads, dim), constants["QUERIES"], dtype, **traits)
+    options: dict[str, Any] = {"enable_fp_fusion": kernel in FUSED and not constants.get("UNIFORM")}
+    if isinstance(shape, Shape):
+        options |= {"num_warps": shape.warps, "num_stages": shape.stages}
+    else:
+        options["num_warps"] = shape
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -379,9 +395,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="end with code 1 if a kernel needs a stack")
     args = parser.parse_args()
     spilled = False
-    for name, kernel, arguments, num_warps in kernels(args.arch):
+    for name, kernel, arguments, shape in kernels(args.arch):
         if any(re.search(expression, name) for expression in args.only):
-            found = resources(kernel, arguments, num_warps, args.arch)
+            found = resources(kernel, arguments, shape, args.arch)
             spilled |= found["stack"] > 0
             print(json.dumps({"kernel": name, **found}), flush=True)
     if args.check and spilled:

@@ -18,14 +18,24 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 ATTENTION, LAYERS = {"decode", "chunk", "uniform", "store", "rotate"}, {"norm", "gate"}
 WEIGHTS = {"product", "dequantize", "lookup"}
-LOGITS = {"find_top", "count_digit", "weigh", "sum_digit", "sum_kept", "pick", "tally", "collect"}
+LISTS = {"find_bound", "shortlist", "draw_listed"}
+LOGITS = {"find_top", *LISTS, "count_digit", "weigh", "sum_digit", "sum_kept", "pick", "tally", "collect"}
 CHANGES = {"penalize", "add", "exclude", "forbid"}
 
 
 # Expressions for the names of kernels. Those of logits are compiled for one vocabulary on each architecture: a size
 # that 16 divides, and an odd one. Where one kernel has several tiles, the smallest and the largest are compiled, since
-# registers grow with the tile, and of the products of few rows those with a norm and a gate, which use the most.
+# registers grow with the tile.
 # `python -m tests.engine.gpu_resources --check` compiles all.
+TILES = "(16 rows by 128|64 rows by 128|128 rows)"
+FORMS = [
+    (90, "bf16 int4"),
+    (90, "bf16 int8 in rows"),
+    (90, "bf16 float8 in groups"),
+    (90, "fp16 int4 in groups of 32"),
+    (80, "bf16 int8"),
+    (80, "bf16 float8 in rows"),
+]
 CASES = [
     (90, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
     (90, "window bf16 i8", ATTENTION),
@@ -37,14 +47,9 @@ CASES = [
     (90, "logits of Qwen3", LOGITS | CHANGES),
     (80, "logits of GPT-2", LOGITS | CHANGES),
     (80, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
-    (90, "^(product|dequantize|lookup) bf16 int4(?!.* 32 rows)", WEIGHTS),
-    (90, "^(product|dequantize|lookup) bf16 int8 in rows(?!, 32 rows)", WEIGHTS),
-    (90, "^(product|dequantize|lookup) bf16 float8 in groups(?!.* 32 rows)", WEIGHTS),
-    (90, "^(product|dequantize|lookup) fp16 int4 in groups of 32(?!, (16|32) rows)", WEIGHTS),
-    (80, "^(product|dequantize|lookup) bf16 int8(?!.* 32 rows)", WEIGHTS),
-    (80, "^(product|dequantize|lookup) bf16 float8 in rows(?!, 32 rows)", WEIGHTS),
-    (90, "^few (?!(16|32) rows.*residual)", {"few"}),
-    (80, "^few (16|64) rows, tiles of (16 by 256|64 by 128), gate bf16", {"few"}),
+    *((arch, f"^(product {form}.*{TILES}|(dequantize|lookup) {form})", WEIGHTS) for arch, form in FORMS),
+    (90, "^few ", {"few"}),
+    (80, "^few 16 rows, tiles of (16|32) by (128|512), (gate|in)", {"few"}),
     (90, "alike ", {"alike"}),
     (90, "routed (gate|down|.*tiles of 64)", {"routed"}),
     (90, "Qwen3 30B", {"choose", "arrange", "combine"}),
@@ -71,13 +76,15 @@ def test_compiled_kernels_spill_no_registers(arch, only, kernels):
     assert {each["kernel"].split()[0] for each in found} == kernels
     for each in found:
         assert each["stack"] == 0, each
-        assert each["shared"] <= (227 if arch == 90 else 163) * 1024, each
+        # Those of attention and of experts are not chosen by what fits into a GPU, so they must fit into all.
+        chosen = each["kernel"].startswith("few")
+        assert each["shared"] <= (227 if arch == 90 else 163 if chosen else 99) * 1024, each
     chunks = [each for each in found if each["kernel"].startswith("chunk") and "bf16" in each["kernel"]]
     assert all(each["wgmma" if arch == 90 else "mma"] for each in chunks), "prompts do not use the matrix units"
     products = [each for each in found if each["kernel"].split()[0] in ("product", "few")]
     products += [each for each in found if each["kernel"].startswith("alike") and "bf16" in each["kernel"]]
     products += [each for each in found if each["kernel"].startswith("routed")]
     assert all(each["mma"] or each["wgmma"] for each in products)
-    dependent = ("few", "alike", "routed gate", "routed down", *LOGITS, *(ATTENTION - {"store"}))
-    waits = [each["kernel"].startswith(dependent) for each in found]
-    assert [each["waits"] for each in found] == [arch == 90 and each for each in waits]
+    alone = ("store", "dequantize", "lookup", *CHANGES)  # launched when the kernel before has ended
+    waits = [arch == 90 and not each["kernel"].startswith(alone) for each in found]
+    assert [each["waits"] for each in found] == waits
