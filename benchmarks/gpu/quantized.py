@@ -12,7 +12,7 @@ import copy
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels.launching import use_device
-from engine.models.gpu_weights import ROUNDED, TILES, Form, GPUProduct, objection, random_weight, relative
+from engine.models.gpu_form import ROUNDED, Form
+from engine.models.gpu_tiles import TILES, Tile
+from engine.models.gpu_weights import GPUProduct, objection, random_weight, relative
+from engine.models.measured_tiles import fastest
 from engine.roofline import BYTES, read_rate
 
 from .kernels import seconds_of
@@ -69,6 +72,9 @@ def rotated(products: list[Product], x: Tensor) -> Callable[[], Any]:
     return graph.replay
 
 
+tuned: dict[tuple[Form, int, int], Mapping[int, Tile]] = {}  # the tiles of products
+
+
 def made(form: Form | None, rows: int, columns: int, device: torch.device, size: int) -> tuple[list[Product], int]:
     """Return products with random weights that take `size` bytes together, and the bytes of one; None: plain ones."""
     if form is None:
@@ -77,7 +83,12 @@ def made(form: Form | None, rows: int, columns: int, device: torch.device, size:
         return [partial(F.linear, weight=each) for each in copies], plain.nbytes
     weight, _ = random_weight(form, rows, columns, torch.Generator(device).manual_seed(0))
     count = max(1, -(-size // weight.num_bytes))
-    return [GPUProduct([copy.deepcopy(weight)], None, torch.bfloat16) for _ in range(count)], weight.num_bytes
+    products = [GPUProduct([copy.deepcopy(weight)], None, torch.bfloat16) for _ in range(count)]
+    tiles = tuned.get((form, rows, columns)) or fastest(products, torch.bfloat16)
+    for product in products:
+        product.parts[0].use(tiles)
+    tuned[form, rows, columns] = tiles
+    return [*products], weight.num_bytes
 
 
 def errors(form: Form, rows: int, columns: int, device: torch.device) -> dict[str, float]:
