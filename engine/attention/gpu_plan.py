@@ -12,7 +12,9 @@ from torch import Tensor
 from .backend import LayerCache
 from .metadata import AttentionMeta, Tables
 
-# Tokens of context per part of a row with one query. Fixed, so that a row's result does not depend on other rows.
+# Tokens of context per part of a row with one query. Fixed, so that a row's result does not depend on the other rows'
+# lengths. On an H200, with contexts of 1,024 tokens, parts of 128 are 13 % faster for one row and 10 % slower for 64,
+# parts of 512 are 6 % faster for 64 rows and 38 % slower for one.
 SPLIT = 256
 MAX_PARTS = 4096  # of one launch: bounds the memory for partial results
 ITEM = 8  # int32 numbers per work item, as the kernel reads them
