@@ -19,7 +19,10 @@ def plan(*args: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    "settings", [[], ["--kv-cache-memory", "64MiB", "--max-num-seqs", "4"]], ids=["default", "small"]
+    # How many sequences a step may have is measured at each start, and on a busy machine not always the same.
+    "settings",
+    [["--max-num-seqs", "32"], ["--kv-cache-memory", "64MiB", "--max-num-seqs", "4"]],
+    ids=["default", "small"],
 )
 def test_the_plan_is_what_the_server_does(settings):
     done = plan("builtin", "--json", *settings)
