@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 
@@ -31,8 +32,12 @@ def resident(*tensors: torch.Tensor) -> int:
 
 
 def empty(num_bytes: int) -> torch.Tensor:
-    """Return memory of which the system has provided next to nothing yet."""
-    tensor = torch.empty(num_bytes, dtype=torch.uint8)
+    """Return memory of which the system has provided next to nothing yet.
+
+    It comes from the system itself: the allocator may hand out what earlier tests have freed, which is there already.
+    """
+    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
     request_huge_pages(tensor)
     assert resident(tensor) <= HUGE_BYTES
     return tensor
