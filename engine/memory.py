@@ -34,11 +34,12 @@ MIN_TOKENS = 512
 # The sampler's memory per logit: the logit and a copy (float32), the weight (int64), its sum and a filtered copy.
 SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 # What the driver keeps of a CUDA graph, and of a launch in it, at most; the launches of a layer, and those more if it
-# has experts, experts beside an MLP, norms of all heads together, or an input of its own; and the workspace that cuBLAS
-# allocates for the stream of the captures.
+# has experts, experts beside an MLP, norms of all heads together, or an input of its own; the workspace that cuBLAS
+# allocates for the stream of the captures; and what the graphs' pool has more than its tensors at a time: torch takes
+# 20 MiB for one of 1 to 10 MiB and 2 MiB for a smaller one, and what a graph leaves does not always suit the next one.
 GRAPH_BYTES, LAUNCH_BYTES = 256 << 10, 16 << 10
 LAYER_LAUNCHES, EXPERT_LAUNCHES, BESIDE_LAUNCHES, NORM_LAUNCHES, INPUT_LAUNCHES = 10, 3, 12, 2, 5
-WORKSPACE_BYTES = 32 << 20
+WORKSPACE_BYTES, POOL_BYTES = 32 << 20, 64 << 20
 # The launches of the graphs of a number of drawing rows, and the tables of counts of a row, see TritonLogits.
 DRAW_LAUNCHES, DRAW_TABLES = 48, 64 << 10
 
@@ -77,6 +78,25 @@ class Plan:
         return self.num_tokens / self.max_len
 
 
+@dataclass(frozen=True, slots=True)
+class GraphReserve:
+    """The maximum memory of CUDA graphs. Capturing ends where it is taken.
+
+    Torch's allocator knows what it takes for the graphs. What the driver takes can be seen only in the device's free
+    memory, which other processes change: so each graph counts as its maximum, whether or not it takes that much.
+    """
+
+    allocated: int = 0  # by torch, for all graphs
+    step_graph: int = 0  # by the driver, for the graph of a step
+    draw_graphs: int = 0  # by the driver, for the graphs of a number of drawing rows
+    num_steps: int = 0
+    num_draws: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.allocated + self.num_steps * self.step_graph + self.num_draws * self.draw_graphs
+
+
 class Impossible(MemoryShort):
     """The settings need more memory than there is. Has the arithmetic in one sentence, and three alternatives."""
 
@@ -95,28 +115,31 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, backend: type[Attent
     return step + spec.workspace_bytes
 
 
-def graph_bytes(spec: ModelSpec, config: EngineConfig, backend: type[AttentionBackend]) -> int:
-    """Return the maximum memory of all CUDA graphs of a resolved config, whose capturing ends there."""
+def graph_reserve(spec: ModelSpec, config: EngineConfig, backend: type[AttentionBackend]) -> GraphReserve:
+    """Return the maximum memory of the CUDA graphs of a resolved config."""
     assert config.max_seqs and config.max_batched_tokens
     decoder = spec.decoder
     if config.device == "cpu" or config.enforce_eager or not backend.capturable:
-        return 0
+        return GraphReserve()
     if decoder is None:  # its layers are not captured
-        return 0
+        return GraphReserve()
     sizes = graph_sizes.sizes(config.max_seqs, config.max_batched_tokens)
     of_layer = LAYER_LAUNCHES + NORM_LAUNCHES * (decoder.qk_norm == "all")
     of_layer += INPUT_LAUNCHES * (decoder.inputs is not None)
     if decoder.experts is not None:
         of_layer += EXPERT_LAUNCHES + BESIDE_LAUNCHES * decoder.experts.is_beside
-    launches = len(sizes.all) * of_layer * len(decoder.shapes)
     # The graphs share their intermediate results, and the copy of the hidden states that they return.
     shared = sizes.largest * (_token_bytes(spec) + decoder.hidden_size * spec.dtype.itemsize)
     # The logits stay in memory of their own; the head's result and the weights are intermediate results.
     draws = graph_sizes.draws(config.max_seqs, config.max_batched_tokens)
     shared += draws[-1] * (3 * 4 * spec.vocab_size + DRAW_TABLES)
-    launches += len(draws) * DRAW_LAUNCHES
-    fixed = WORKSPACE_BYTES + (len(sizes.all) + len(draws)) * GRAPH_BYTES
-    return shared + spec.workspace_bytes + fixed + launches * LAUNCH_BYTES
+    return GraphReserve(
+        allocated=shared + spec.workspace_bytes + WORKSPACE_BYTES + POOL_BYTES,
+        step_graph=GRAPH_BYTES + of_layer * len(decoder.shapes) * LAUNCH_BYTES,
+        draw_graphs=GRAPH_BYTES + DRAW_LAUNCHES * LAUNCH_BYTES,
+        num_steps=len(sizes.all),
+        num_draws=len(draws),
+    )
 
 
 def _token_bytes(spec: ModelSpec) -> int:
@@ -197,7 +220,7 @@ def _arrange(
     activations = activation_bytes(spec, config, backend) if activations is None else activations
     block_bytes = groups.block_bytes(config.block_size, spec.kv_bytes_per_token)
     blocks_for = partial(groups.blocks_for, block_size=config.block_size, chunk=config.max_batched_tokens)
-    graphs = graph_bytes(spec, config, backend)
+    graphs = graph_reserve(spec, config, backend).total
     if graphs and spec.decoder is not None:  # they read angles of all positions, in float32
         graphs += sum(rope.head_dim for rope in spec.decoder.ropes) * config.max_len * 4
     fixed = weights + activations + graphs
@@ -312,7 +335,7 @@ def _tries(
     if machine.kind == "cuda":
         more = [share for share in (0.95, 0.98) if share > requested.gpu_memory_utilization]
         tries += [f"`gpu_memory_utilization={share}`" for share in more if works(gpu_memory_utilization=share)][:1]
-        if (graphs := graph_bytes(spec, config, backend)) and works(enforce_eager=True):
+        if (graphs := graph_reserve(spec, config, backend).total) and works(enforce_eager=True):
             tries.append(f"`enforce_eager`, which saves the {_gb(graphs)} of CUDA graphs and makes small steps slower")
     if spec.dtype.itemsize > 2 and (plan := works(_in_bfloat16(spec), dtype="bfloat16")):
         tries.append(

@@ -24,6 +24,7 @@ from engine.models.decoder import Decoder
 from engine.models.on_gpu import measured
 from engine.models.skinny import CANDIDATES, Tile, is_measurable
 from engine.runner import Step
+from engine.runner.cuda_graphs import CudaGraphs
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest, SamplingParams, TokenDelta
 
@@ -156,14 +157,19 @@ def graphs(built: Built) -> dict[str, Any]:
     if found is None:
         reason = "off" if built.config.enforce_eager else built.runner.graphs_note
         return {"skipped": reason or "CUDA graphs need a GPU"}
-    started, at_start = time.perf_counter(), found.num_captured
+    device = CudaGraphs(built.runner.device)
+    before, started, at_start = device.memory(), time.perf_counter(), found.num_captured
     while found.capture_next():
         pass
+    took, after, later = time.perf_counter() - started, device.memory(), found.num_captured - at_start
+    # What the driver takes, which `engine/memory.py:GraphReserve` has a maximum for: if nobody else uses the GPU.
+    of_driver = (before.free - after.free) - (after.reserved - before.reserved)
     return {
         "at_start": at_start,
-        "later": found.num_captured - at_start,
-        "later_s": time.perf_counter() - started,
+        "later": later,
+        "later_s": took,
         "mb": found.num_bytes / 1e6,
+        "driver_mb_each": of_driver / 1e6 / later if later else None,
         "problem": found.problem,
     }
 

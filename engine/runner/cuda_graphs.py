@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..config import EngineConfig
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of a device in bytes, while torch holds none that it does not use."""
+
+    reserved: int  # by torch, in this process
+    free: int  # other processes change it, too
 
 
 class GraphDevice(Protocol):
@@ -23,8 +30,8 @@ class GraphDevice(Protocol):
         """
         ...
 
-    def free_bytes(self) -> int:
-        """Return the device's free memory, after torch has returned what it does not use."""
+    def memory(self) -> DeviceMemory:
+        """Return the device's memory, after torch has returned what it does not use."""
         ...
 
 
@@ -71,7 +78,8 @@ class CudaGraphs:
         current.wait_stream(self._stream)
         return graph.replay
 
-    def free_bytes(self) -> int:
+    def memory(self) -> DeviceMemory:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self._device)[0]
+        # The allocator counts what the graphs' pool and cuBLAS's workspace take, and nothing of other processes.
+        return DeviceMemory(torch.cuda.memory_reserved(self._device), torch.cuda.mem_get_info(self._device)[0])

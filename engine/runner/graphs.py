@@ -14,6 +14,7 @@ from ..attention import AttentionMeta, KVCache
 from ..attention.gpu_plan import Plan
 from ..attention.static_plans import StaticPlans
 from ..graph_sizes import Bucket, Sizes
+from ..memory import GraphReserve
 from ..models import Forward, Model, ModelSpec
 from ..models.decoder import Decoder
 from ..models.executor import Executor
@@ -34,6 +35,10 @@ def capturable(model: Model, cache: KVCache) -> Executor | str:
     return next((each for each in model.executors if isinstance(each, OnGPU)), "torch computes the layers")
 
 
+class TooLittleFree(Exception):
+    """The device has too little free memory for the next capture."""
+
+
 class Graphs:
     """An Executor for steps that fit into a captured bucket. Another executor's launches are captured.
 
@@ -41,6 +46,10 @@ class Graphs:
     reads or writes keeps its address: the inputs in Buffers, the work items in StaticPlans, weights, caches, the
     attention's workspace and the result. A step's attention and norms have the same bits as without a graph; its
     matmuls have those of a step of the bucket's size, which are the same ones with `batch_invariant`.
+
+    Capturing ends where the reserved memory is taken. That is counted in a way that other processes on the device do
+    not change: by torch's allocator, and by a maximum for what the driver keeps of a graph. The device's free memory
+    only decides whether the next capture is possible: it must leave what a launched step takes, whoever has the rest.
     """
 
     def __init__(
@@ -53,7 +62,8 @@ class Graphs:
         sizes: Sizes,
         device: GraphDevice,
         max_len: int,
-        max_bytes: int,  # of all graphs together
+        reserve: GraphReserve,
+        step_bytes: int,  # that a launched step takes at most
         others: GroupTables | None = None,  # if the layers are in several groups
     ) -> None:
         assert spec.decoder is not None
@@ -63,7 +73,8 @@ class Graphs:
         self._num_at_start = len(sizes.at_start)
         self._captured: dict[Bucket, Callable[[], None]] = {}
         self._suitable: dict[tuple[int, bool], Bucket | None] = {}  # tokens and has_chunks -> `_bucket`
-        self._max_bytes, self._bytes = max_bytes, 0
+        self._reserve, self._step_bytes, self._bytes = reserve, step_bytes, 0
+        self._expected = reserve.allocated + reserve.step_graph  # of the next capture
         inputs = buffers.padding(sizes.largest)
         self._address = inputs.ids.data_ptr()
         meta = AttentionMeta(
@@ -100,7 +111,7 @@ class Graphs:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that all graphs take, as measured around the captures."""
+        """The memory that all graphs take: what torch has allocated for them, and what the driver keeps at most."""
         return self._bytes
 
     def takes(self, forward: Forward) -> bool:
@@ -155,6 +166,8 @@ class Graphs:
         """Call `work`; after an error no more steps are captured."""
         try:
             work()
+        except TooLittleFree as error:
+            self._stop(f"{what} was not captured: {error}")
         except Exception as error:  # whatever CUDA, Triton or torch raises: such steps are launched, as without graphs
             line = (str(error).strip().splitlines() or [""])[0][:200]
             self._stop(f"{what} could not be captured: {type(error).__name__}: {line}")
@@ -163,27 +176,34 @@ class Graphs:
     def _capture(self, bucket: Bucket) -> None:
         before = self._bytes
         replay = self._measured(self._work(bucket))
-        taken = self._bytes - before
+        self._bytes += self._reserve.step_graph
         # The first one has most of the memory for intermediate results; each of the others takes about the same.
-        expected = taken if self._captured else 0
+        self._expected = self._bytes - before if self._captured else self._reserve.step_graph
         self._captured[bucket] = replay
         self._suitable.clear()
-        if self._bytes + expected > self._max_bytes and self._due:
-            self._stop(f"{len(self._captured)} graphs take the {self._max_bytes >> 20} MiB that are reserved for them")
+        if self._bytes + self._expected > self._reserve.total and self._due:
+            size = self._reserve.total >> 20
+            self._stop(f"{len(self._captured)} graphs take the {size} MiB that are reserved for them")
 
     @torch.inference_mode()
     def _capture_draw(self, rows: int) -> None:
         assert self.draws is not None
         self.draws.capture(rows, self._measured)
-        if self._bytes > self._max_bytes:
-            self._stop(f"all graphs take more than the {self._max_bytes >> 20} MiB that are reserved for them")
+        self._bytes += self._reserve.draw_graphs
+        if self._bytes > self._reserve.total:
+            self._stop(f"all graphs take more than the {self._reserve.total >> 20} MiB that are reserved for them")
 
     def _measured(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture work, and count the memory that it takes."""
-        free = self._device.free_bytes()
+        """Capture work, and count the memory that torch takes for it. Raises TooLittleFree."""
+        before, needed = self._device.memory(), self._expected + self._step_bytes
+        if before.free < needed:
+            raise TooLittleFree(
+                f"{before.free >> 20} MiB of the GPU's memory are free, and its capture and a launched step need up to "
+                f"{needed >> 20} MiB"
+            )
         replay = self._device.capture(work)
-        replay()  # the driver uploads a graph, which takes memory, when it is first launched
-        self._bytes += max(0, free - self._device.free_bytes())
+        replay()  # the driver uploads a graph when it is first launched: memory that is short is noticed now
+        self._bytes += max(0, self._device.memory().reserved - before.reserved)
         return replay
 
     def _work(self, bucket: Bucket) -> Callable[[], None]:

@@ -195,7 +195,8 @@ class Runner:
                 sizes=buckets,
                 device=graph_device,
                 max_len=config.max_len,
-                max_bytes=memory.graph_bytes(spec, config, type(backend)),
+                reserve=memory.graph_reserve(spec, config, type(backend)),
+                step_bytes=memory.activation_bytes(spec, config, type(backend)),
                 others=self.inputs.others,
             )
             model.executors.insert(0, self.graphs)

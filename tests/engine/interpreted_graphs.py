@@ -304,7 +304,7 @@ def test_a_capture_that_fails_ends_capturing_and_nothing_else(at, tmp_path, reco
 
 
 def test_capturing_ends_when_the_reserved_memory_is_taken(tmp_path, recorder, monkeypatch):
-    monkeypatch.setattr(memory, "graph_bytes", lambda *_: 100 << 20)
+    monkeypatch.setattr(memory, "graph_reserve", lambda *_: memory.GraphReserve(allocated=100 << 20))
     recorder.bytes_per_graph = 40 << 20
     built = build(config_of("llama", tmp_path))
     assert built.info.graphs == 2

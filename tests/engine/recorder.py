@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from engine.runner.cuda_graphs import DeviceMemory
+
 HOST_READS = {
     "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__",
     "_local_scalar_dense", "pin_memory", "tensor", "as_tensor",
@@ -165,8 +167,9 @@ class Recorder:
 
         return replay
 
-    def free_bytes(self) -> int:
-        return (1 << 40) - self.bytes_per_graph * len(self.tapes)
+    def memory(self) -> DeviceMemory:
+        reserved = self.bytes_per_graph * len(self.tapes)
+        return DeviceMemory(reserved, (1 << 40) - reserved)
 
     @contextmanager
     def kernels(self, *modules: Any) -> Iterator[None]:

@@ -25,6 +25,8 @@ from engine.graph_sizes import Bucket
 from engine.machine_memory import Machine
 from engine.runner import cuda_graphs
 from engine.runner.buffers import Buffers, Shape
+from engine.runner.cuda_graphs import DeviceMemory
+from engine.runner.graphs import Graphs
 from tests.engine.recorder import Freed, Recorder, Uncapturable
 from tests.engine.test_attention import CPU, layer_of
 from tests.engine.test_plan import GB, qwen3  # noqa: F401
@@ -110,6 +112,99 @@ def test_a_gpu_that_is_too_small_for_graphs_is_offered_to_do_without(qwen3):  # 
         memory.arrange(spec, config, Machine("cuda", size, size), PagedGPU)
     assert "of CUDA graphs" in caught.value.sentence
     assert any(each.startswith("`enforce_eager`, which saves the ") for each in caught.value.suggestions)
+
+
+SEQS, TOKENS = 60, 200  # per step
+STEP_BYTES = 1 << 30
+
+
+class SharedGPU:
+    """A GraphDevice of 80 GB, on which another process takes and frees memory while steps are captured."""
+
+    def __init__(self, before_captures=(), within_captures=(), *, pool_bytes=80 << 20, later_bytes=0):
+        self.others = 0  # bytes
+        self.before_captures, self.within_captures = iter(before_captures), iter(within_captures)
+        self.pool_bytes, self.later_bytes = pool_bytes, later_bytes  # of the first graph, and of each of the others
+        self.reserved = self.of_driver = self.num_captures = 0
+
+    def memory(self):
+        free = 80 * GB - self.reserved - self.of_driver - self.others
+        assert free >= 0
+        return DeviceMemory(self.reserved, free)
+
+    def capture(self, work):
+        self.others = next(self.within_captures, self.others)
+        self.reserved += self.later_bytes if self.num_captures else self.pool_bytes
+        self.of_driver += (self.num_captures % 3 == 0) << 21  # the driver, too, takes memory in pieces
+        self.num_captures += 1
+        return lambda: None
+
+    def change(self):
+        self.others = next(self.before_captures, self.others)
+
+
+def captured(device, folder):
+    """Return the graphs of an engine on a GPU, after it has captured what it can."""
+    config = resolve(
+        EngineConfig(model=folder, device="cuda", max_seqs=SEQS, max_batched_tokens=TOKENS, max_len=64), "cuda", 64
+    )
+    spec = replace(models.describe(Path(folder), config), vocab_size=64)
+    sizes = graph_sizes.sizes(SEQS, TOKENS)
+    buffers = Buffers(max_tokens=TOKENS, max_seqs=SEQS, max_blocks=4, device=CPU, padded=sizes.largest)
+    reserve = memory.graph_reserve(spec, config, PagedGPU)
+    assert 80 << 20 < reserve.allocated < reserve.total < 250 << 20
+    graphs = Graphs(
+        SimpleNamespace(run=lambda forward: torch.zeros(len(forward.ids), 1024)),
+        spec,
+        SimpleNamespace(backend=SimpleNamespace(invariant=False)),
+        buffers,
+        sizes=sizes,
+        device=device,
+        max_len=64,
+        reserve=reserve,
+        step_bytes=STEP_BYTES,
+    )
+    graphs.add_draws(SimpleNamespace(spec=spec), graph_sizes.draws(SEQS, TOKENS), None, None)
+    graphs.capture_first()
+    device.change()
+    while graphs.capture_next():
+        device.change()
+    return graphs
+
+
+NUM_GRAPHS = len(graph_sizes.sizes(SEQS, TOKENS).all)
+
+
+@pytest.mark.parametrize("place", ["before_captures", "within_captures"])
+@pytest.mark.parametrize("others", [[30 * GB], [0, 30 * GB, 0, 70 * GB, 10 * GB], [70 * GB, 0, 30 * GB, 0] * 9])
+def test_what_another_process_takes_and_frees_is_not_counted_as_the_graphs(qwen3, place, others):  # noqa: F811
+    alone = captured(SharedGPU(), qwen3)
+    beside = captured(SharedGPU(**{place: others}), qwen3)
+    assert alone.num_captured == beside.num_captured == NUM_GRAPHS
+    assert not alone.problem and not beside.problem
+    assert alone.num_bytes == beside.num_bytes > 80 << 20
+
+
+def test_capturing_ends_where_the_device_has_no_memory_left_for_a_launched_step(qwen3, caplog):  # noqa: F811
+    """Then another process has what the engine's steps were to have, and the next graph would take still more."""
+    device = SharedGPU([0, 0, 80 * GB - (1 << 30)])
+    graphs = captured(device, qwen3)
+    assert NUM_GRAPHS > graphs.num_captured > len(graph_sizes.sizes(SEQS, TOKENS).at_start)
+    assert "tokens was not captured: " in graphs.problem
+    assert " MiB of the GPU's memory are free, and its capture and a launched step need up to 10" in graphs.problem
+    assert caplog.messages == [graphs.problem] and not graphs.capture_next()
+    before = device.num_captures
+    assert captured(SharedGPU(within_captures=[80 * GB - (2 << 30), 0]), qwen3).num_captured == NUM_GRAPHS
+    device.others = 0
+    assert not graphs.capture_next() and device.num_captures == before, "what has ended does not begin again"
+
+
+def test_capturing_ends_where_torch_has_taken_what_is_reserved(qwen3):  # noqa: F811
+    graphs = captured(SharedGPU(later_bytes=40 << 20), qwen3)
+    assert 1 < graphs.num_captured < 5
+    assert graphs.problem.endswith("MiB that are reserved for them")
+    large = captured(SharedGPU(pool_bytes=300 << 20), qwen3)
+    assert large.num_captured == 1 and "1 graphs take the" in large.problem
 
 
 # -- inputs and plans -------------------------------------------------------------------------------------------------
@@ -245,6 +340,22 @@ def test_work_runs_once_and_is_captured_on_one_stream_and_in_one_pool(monkeypatc
         return
     device.capture(work)()
     assert not ended and calls == [*begun, ("default", "waits for", "side"), ("replay", "default")]
+
+
+def test_the_memory_of_a_device_is_read_after_torch_has_given_back_what_it_does_not_use(monkeypatch):
+    device, done = torch.device("cuda:1"), []
+    names = {
+        "Stream": lambda of: None,
+        "graph_pool_handle": lambda: (0, 1),
+        "synchronize": lambda of: done.append(("synchronize", of)),
+        "empty_cache": lambda: done.append(("empty", done[-1][1])),
+        "memory_reserved": lambda of: 5 if done[-1] == ("empty", of) else 500,
+        "mem_get_info": lambda of: (30 if done[-1] == ("empty", of) else 3, 80),
+    }
+    for name, value in names.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert cuda_graphs.CudaGraphs(device).memory() == (5, 30)
+    assert done == [("synchronize", device), ("empty", device)]
 
 
 # -- the recorder -----------------------------------------------------------------------------------------------------
