@@ -25,12 +25,23 @@ def test_there_are_mutants_of_each_part():
     assert len(MUTANTS) >= 40 and len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     files = {mutant.file for mutant in MUTANTS}
     assert {f"engine/{name}.py" for name in ("scheduler", "blocks", "client", "supervisor", "runner/sampler")} <= files
+    kernels = ("attention", "layers", "matmul", "shortlist", "skinny", "storing")
+    assert {f"engine/kernels/gpu/{name}.py" for name in kernels} <= files
+
+
+def named(name):
+    return next(mutant for mutant in MUTANTS if mutant.name == name)
 
 
 @pytest.mark.parametrize("name", ["shared-block-freed-at-once", "received-tokens-not-kept"])
 def test_a_mutant_is_caught(name):
-    verdict = tried(next(mutant for mutant in MUTANTS if mutant.name == name))
+    verdict = tried(named(name))
     assert verdict.is_caught and verdict.said
+
+
+def test_a_mutant_of_a_kernel_is_caught_in_the_interpreter():
+    pytest.importorskip("triton")
+    assert tried(named("padding-token-stored")).is_caught
 
 
 def test_a_check_that_fails_for_want_of_a_file_has_caught_nothing():

@@ -131,7 +131,8 @@ def test_padding_tokens_are_not_stored(small):
     cache.tensor.fill_(7)
     meta = AttentionMeta.of([([0], 0, 2)], 4)
     meta.slot_mapping[1] = -1
-    backend.attend(cache, torch.zeros(2, 2, 16), torch.zeros(2, 1, 16), torch.zeros(2, 1, 16), backend.plan(meta))
+    k = torch.tensor([0.0, 3.0])[:, None, None].expand(2, 1, 16).contiguous()
+    backend.attend(cache, torch.zeros(2, 2, 16), k, k, backend.plan(meta))
     assert (cache.tensor == 0).sum() == 32 and (cache.tensor == 7).sum() == 4 * 32 - 32
 
 

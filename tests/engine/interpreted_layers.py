@@ -276,7 +276,8 @@ def test_padding_tokens_are_not_stored():
     meta = AttentionMeta.of([([0], 0, 2)], 4)
     meta.slot_mapping[1] = -1
     rotation = Rotation(torch.tensor([0, 1]), torch.ones(2, 2, 8))
-    backend.attend_qkv(cache, torch.zeros(2, 64), rotation, None, backend.plan(meta))
+    qkv = torch.tensor([0.0, 3.0])[:, None].expand(2, 64).contiguous()
+    backend.attend_qkv(cache, qkv, rotation, None, backend.plan(meta))
     assert (cache.tensor == 0).sum() == 32 and (cache.tensor == 7).sum() == 4 * 32 - 32
 
 

@@ -29,14 +29,14 @@ class Verdict(NamedTuple):
     said: str  # by the check that has caught it; or why there is no verdict
 
 
-def run(command: list[str], mutant: Mutant | None) -> tuple[int | None, str]:
-    """The exit code of a check in a copy of the tree, None when it does not end; and its output."""
+def run(mutant: Mutant, *, is_planted: bool = True) -> tuple[int | None, str]:
+    """The exit code of a mutant's check in a copy of the tree, None when it does not end; and its output."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as place:
-        plant(mutant, Path(place))
-        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": place}
+        plant(mutant if is_planted else None, Path(place))
+        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": place, **mutant.env}
         try:
             done = subprocess.run(
-                [sys.executable, "-m", *command], cwd=place, env=env, text=True, timeout=LIMIT_S, check=False,
+                [sys.executable, "-m", *mutant.command], cwd=place, env=env, text=True, timeout=LIMIT_S, check=False,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -47,7 +47,7 @@ def run(command: list[str], mutant: Mutant | None) -> tuple[int | None, str]:
 def tried(mutant: Mutant) -> Verdict:
     """Whether a mutant's check fails as a check does: by an assertion or an exception, not for want of a file."""
     began = time.monotonic()
-    code, output = run(mutant.command, mutant)
+    code, output = run(mutant)
     verdict = Verdict(mutant, code == 1, time.monotonic() - began, last_error(output) if code else "")
     print(f"{'caught  ' if verdict.is_caught else 'SURVIVED'} {mutant.name} ({verdict.seconds:.0f} s)", flush=True)
     if not verdict.is_caught:
@@ -97,12 +97,12 @@ def main() -> int:
         parser.error("--write needs all mutants")
     for mutant in chosen:
         mutant.source()
-    commands = {tuple(mutant.command) for mutant in chosen}
+    checks = list({mutant.check: mutant for mutant in chosen}.values())  # one mutant of each check
     with ThreadPoolExecutor(args.workers) as pool:
-        sound = list(pool.map(lambda command: run(list(command), None), sorted(commands)))
-        for command, (code, output) in zip(sorted(commands), sound, strict=True):
+        sound = list(pool.map(lambda mutant: run(mutant, is_planted=False), checks))
+        for mutant, (code, output) in zip(checks, sound, strict=True):
             if code:
-                print(f"without any mutant, python -m {' '.join(command)} fails:\n{output}")
+                print(f"without any mutant, python -m {' '.join(mutant.command)} fails:\n{output}")
                 return 1
         verdicts = list(pool.map(tried, chosen))
     survivors = [verdict.mutant.name for verdict in verdicts if not verdict.is_caught]

@@ -31,6 +31,11 @@ class Mutant(NamedTuple):
     check: str  # one of CHECKS, or a file of tests, or one test
 
     @property
+    def env(self) -> dict[str, str]:
+        """Variables that the command needs: Triton interprets in a whole process or not at all."""
+        return {"TRITON_INTERPRET": "1"} if Path(self.check).name.startswith("interpreted") else {}
+
+    @property
     def command(self) -> list[str]:
         """Arguments of `python -m` that must fail where the mutant is."""
         return CHECKS.get(self.check) or ["pytest", "-q", "-x", self.check]
