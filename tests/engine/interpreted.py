@@ -11,6 +11,8 @@ import asyncio
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from engine import ConfigError, EngineConfig, EngineRequest, LocalEngine, SamplingParams
 from engine.attention import AttentionLayer, AttentionMeta, check, choice, gpu_plan, paged_gpu
@@ -33,6 +35,35 @@ def representable(x: torch.Tensor) -> torch.Tensor:
     x[x.abs() < 1] = 0
     x[..., 0] = 448
     return x / 128
+
+
+@triton.jit
+def alike(out_ptr, x_ptr, y_ptr, FLAG: tl.constexpr):
+    """Operations whose arguments differ in little more than their values."""
+    i = tl.program_id(0)
+    place = tl.arange(0, 4)
+    x, y = tl.load(x_ptr + place), tl.load(y_ptr + place)
+    negative = tl.where(x > 0, x, -0.0)
+    at = out_ptr + 32 * i + place
+    tl.store(at, x * x)
+    tl.store(at + 4, x * y)
+    tl.store(at + 8, y * x)
+    tl.store(at + 12, tl.where(x < 9, x, x))
+    tl.store(at + 16, tl.where(x < 9, y, x))
+    tl.store(at + 20, 1.0 / negative)
+    tl.store(at + 24, 1.0 / tl.where(x > 0, x, 0.0) + FLAG)
+    tl.store(at + 28, i * (place[:, None] < place[None, :]).to(tl.float32).sum(1), mask=place < 1 + i)
+
+
+def test_operations_that_are_recorded_are_repeated_with_their_own_arguments():
+    x, y, out = torch.tensor([1.0, -2, 4, 0]), torch.tensor([3.0, 5, 7, 9]), torch.zeros(2, 8, 4)
+    for flag in (1, True, 2):
+        alike[(2,)](out, x, y, FLAG=flag)
+        below = torch.where(x > 0, 1 / x, -torch.inf)
+        rows = [x * x, x * y, x * y, x, y, below, torch.where(x > 0, 1 / x, torch.inf) + flag]
+        for program in (0, 1):
+            assert torch.equal(out[program, :7], torch.stack(rows))
+            assert out[program, 7].tolist() == [[0.0, 0, 0, 0], [3.0, 2, 0, 0]][program]
 
 
 @pytest.fixture

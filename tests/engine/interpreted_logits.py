@@ -108,9 +108,12 @@ def test_logits_that_differ_in_their_last_bits_are_filtered_as_in_torch():
 SHORT, LONG = ["find_bound", "shortlist", "draw_listed"], ["weigh", "count_digit", "sum_digit", "sum_kept"]
 
 
+ROWS = 12  # each with logits of its own, and a random number of its own
+
+
 def peaked(size: int) -> Tensor:
     """Return logits of rows of which a few tokens have nearly all of the weight."""
-    x = torch.randn(40, size, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(ROWS, size, generator=torch.Generator().manual_seed(2))
     x[:, :: size // 8] += 9
     return x
 
@@ -120,8 +123,8 @@ def peaked(size: int) -> Tensor:
 def test_a_short_list_and_the_long_way_draw_the_same_tokens(monkeypatch, unused, top_p, top_k):
     """Without the kernels of one way, the other one draws."""
     size = 1500
-    x, params = peaked(size), np.array([(0.9, top_p, 0.001, 0.0, top_k)] * 40, ROW_PARAMS)
-    params["u"] = (np.arange(40) + 0.5) / 40
+    x, params = peaked(size), np.array([(0.9, top_p, 0.001, 0.0, top_k)] * ROWS, ROW_PARAMS)
+    params["u"] = (np.arange(ROWS) + 0.5) / ROWS
     want = TorchLogits(size, CPU).sample(x, params)
     for name in unused:
         monkeypatch.setattr(shortlist if name in SHORT else kernels, name, Nothing())
@@ -136,7 +139,7 @@ def test_the_constants_of_launches_and_kernels_are_the_same():
 def test_a_vocabulary_whose_last_part_is_mostly_empty_has_short_lists(monkeypatch):
     """Groups without logits do not count."""
     size = triton_logits.TILE * triton_logits.TILES + 5
-    x, params = peaked(size), np.array([(0.9, 0.9, 0.0, 0.3, 1 << 62)] * 40, ROW_PARAMS)
+    x, params = peaked(size), np.array([(0.9, 0.9, 0.0, 0.3, 1 << 62)] * ROWS, ROW_PARAMS)
     monkeypatch.setattr(shortlist, "NUCLEUS", type(shortlist.NUCLEUS)(1000))  # as many as there are groups
     want = TorchLogits(size, CPU).sample(x, params)[1]
     for name in LONG:

@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from tests.engine.tape import recorded
+
+LOGICAL = {np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.equal, np.not_equal}  # the same for bits as for integers
 
 
 class Kept:
@@ -38,18 +41,9 @@ def patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Kept]:
     return patched
 
 
-def call_directly(obj: Any, name: str, member: Any, _: Any, scope: Any) -> None:
-    """Replace a function of triton.language by one that passes the interpreter and skips the check that it was passed.
-
-    This runs at each operation of each program, so it makes no dictionary of its own.
-    """
-    function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
-
-    def called(*args: Any, **options: Any) -> Any:
-        options["_semantic"] = semantic
-        return function(*args, **options)
-
-    scope.set_attr(obj, name, called)
+def record(obj: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+    """Replace a function of triton.language by one that records what the interpreter does, and then repeats it."""
+    scope.set_attr(obj, name, recorded(getattr(member, "__wrapped__", member), interpreter.interpreter_semantic))
 
 
 def unwrapped_by_type(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -111,44 +105,36 @@ def make_types_once() -> None:
             self.handle, self.type = handle, kind
             self.shape, self.numel, self.dtype = derived
 
+    pointers: dict[tuple[Any, ...], Any] = {}
+    pointer_init = tl.pointer_type.__init__
+
+    def pointer(cls: Any, element_ty: Any, address_space: str = "global", const: bool = False) -> Any:
+        key = tl.core._unwrap_if_constexpr(element_ty).name, address_space, const
+        if key not in pointers:
+            pointers[key] = made = object.__new__(cls)
+            pointer_init(made, element_ty, address_space, const)
+        return pointers[key]
+
+    tl.pointer_type.__new__, tl.pointer_type.__init__ = pointer, lambda *_, **__: None
     tl.block_type.__new__, tl.block_type.__init__ = new, lambda *_: None
     tl.tensor.__init__ = of_type
 
 
-def broadcast_by_type(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a broadcast of two tensors that looks up the shape of the result, for blocks of as many dimensions."""
-    results: dict[tuple[Any, Any], tuple[Any, Any]] = {}  # made by make_types_once, so that a type is one object
-
-    def together(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        types = lhs.type, rhs.type
-        if types[0] is types[1]:
-            return lhs, rhs
-        if not (types[0].is_block() and types[1].is_block()) or len(lhs.shape) != len(rhs.shape):
-            return broadcast(self, lhs, rhs)  # type: ignore[no-any-return]
-        key = id(types[0]), id(types[1])
-        if key not in results:
-            results[key] = tuple(each.type for each in broadcast(self, lhs, rhs))  # type: ignore[assignment]
-        return tuple(
-            each
-            if kind is each.type
-            else self.make_tensor(self.builder.create_broadcast(each.handle, kind.shape.values), kind)
-            for each, kind in zip((lhs, rhs), results[key], strict=True)
-        )  # type: ignore[return-value]
-
-    return together
+def binary_op(_: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+    """Compute as the interpreter does, which also looks at the size of results that have the type of the operands."""
+    left, right = lhs.data, rhs.data
+    if left.dtype == bool == right.dtype and op not in LOGICAL:
+        output = (op(left.astype(np.int8), right.astype(np.int8)) & 1).astype(np.bool_)
+    else:
+        output = op(left, right)
+    kind = lhs.dtype.scalar
+    if output.itemsize > left.itemsize and output.itemsize * 8 > max(8, kind.primitive_bitwidth):
+        output = output.astype(interpreter._get_np_dtype(kind))
+    return interpreter.TensorHandle(output, kind)
 
 
-def same_types_fit(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a check of the operands of an operation that knows that two blocks of one type need no conversion."""
-
-    def checked(self: Any, lhs: Any, rhs: Any, *options: bool, div_or_mod: bool = False) -> Any:
-        is_division = div_or_mod or len(options) == 4  # its numbers may be converted
-        are_tensors = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor)
-        if are_tensors and lhs.type is rhs.type and not is_division and not lhs.dtype.is_ptr():
-            return lhs, rhs
-        return check(self, lhs, rhs, *options, **({"div_or_mod": True} if div_or_mod else {}))
-
-    return checked
+def expand_dims(_: Any, arg: Any, axis: int) -> Any:
+    return interpreter.TensorHandle(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
 
 
 @functools.cache
@@ -156,13 +142,13 @@ def prepare() -> None:
     """Check that Triton interprets, make its products independent of places, and leave out half of its work."""
     assert os.environ.get("TRITON_INTERPRET") == "1"
     interpreter.InterpreterBuilder.create_dot = rounded_once(interpreter.InterpreterBuilder.create_dot)
-    interpreter._patch_attr = call_directly
+    interpreter._patch_attr = record
     tl.core._unwrap_if_constexpr = unwrapped_by_type(tl.core._unwrap_if_constexpr)
     interpreter._patch_lang = patched_once(interpreter._patch_lang)
     interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
     make_types_once()
-    TritonSemantic.binary_op_type_checking_impl = same_types_fit(TritonSemantic.binary_op_type_checking_impl)
-    TritonSemantic.broadcast_impl_value = broadcast_by_type(TritonSemantic.broadcast_impl_value)
+    interpreter.InterpreterBuilder.binary_op = binary_op
+    interpreter.InterpreterBuilder.create_expand_dims = expand_dims
     # At each operation the interpreter checks of its own result that the array is no wider than its type.
     interpreter.TensorHandle.__post_init__ = lambda _: None
     # All tensors are on the host. What copies them there leaves cycles, which would keep them after they are freed.

@@ -24,36 +24,39 @@ CHANGES = {"penalize", "add", "exclude", "forbid"}
 
 
 # Expressions for the names of kernels. Those of logits are compiled for one vocabulary on each architecture: a size
-# that 16 divides, and an odd one. Where one kernel has several tiles, the smallest and the largest are compiled, since
-# registers grow with the tile.
+# that 16 divides, and an odd one. Where one kernel has several tiles or forms, those are compiled that take the most
+# registers or the most shared memory, and of the others one of each kind.
 # `python -m tests.engine.gpu_resources --check` compiles all.
-TILES = "(16 rows by 128|64 rows by 128|128 rows)"
+LARGEST = "64 rows by 128"  # of the tiles of a product: the one that takes the most registers
 FORMS = [
-    (90, "bf16 int4"),
-    (90, "bf16 int8 in rows"),
-    (90, "bf16 float8 in groups"),
-    (90, "fp16 int4 in groups of 32"),
-    (80, "bf16 int8"),
-    (80, "bf16 float8 in rows"),
+    (90, "bf16 int4 in groups of 32", f"({LARGEST}|16 rows by 128)"),
+    (90, "bf16 int4 in groups of 128", f"({LARGEST}|128 rows)"),
+    (90, "bf16 int8 in rows", LARGEST),
+    (90, "bf16 float8 in groups", LARGEST),
+    (90, "fp16 int4 in groups of 32", LARGEST),
+    (80, "bf16 int8 in groups", f"({LARGEST}|16 rows by 128)"),
+    (80, "bf16 int8 in rows", f"({LARGEST}|128 rows)"),
+    (80, "bf16 float8 in rows", LARGEST),
 ]
 CASES = [
     (90, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
     (90, "window bf16 i8", ATTENTION),
-    (90, "^(?!uniform).*window bf16 fp8", ATTENTION - {"uniform"}),
-    (90, "Gemma 4 bf16 (bf16|i8)", ATTENTION),
-    (80, "Gemma 4 bf16 i8", ATTENTION),
-    (90, "^(?!uniform).*window fp32 fp32", ATTENTION - {"uniform"}),
+    (90, "^(chunk|store|rotate).*window bf16 fp8", {"chunk", "store", "rotate"}),
+    (90, "^(chunk|store|rotate) Gemma 4 bf16 bf16", {"chunk", "store", "rotate"}),
+    (90, "^(?!uniform).*Gemma 4 bf16 i8", ATTENTION - {"uniform"}),
+    (80, "^(?!uniform).*Gemma 4 bf16 i8", ATTENTION - {"uniform"}),
+    (90, "^(chunk|store|rotate).*window fp32 fp32", {"chunk", "store", "rotate"}),
     (90, "largest", LAYERS),
     (90, "logits of Qwen3", LOGITS | CHANGES),
     (80, "logits of GPT-2", LOGITS | CHANGES),
     (80, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
-    *((arch, f"^(product {form}.*{TILES}|(dequantize|lookup) {form})", WEIGHTS) for arch, form in FORMS),
-    (90, "^few ", {"few"}),
-    (80, "^few 16 rows, tiles of (16|32) by (128|512), (gate|in)", {"few"}),
-    (90, "alike ", {"alike"}),
-    (90, "routed (gate|down|.*tiles of 64)", {"routed"}),
-    (90, "Qwen3 30B", {"choose", "arrange", "combine"}),
-    (80, "alike ", {"alike"}),
+    *((arch, f"^(product {form}.*{tiles}|(dequantize|lookup) {form})", WEIGHTS) for arch, form, tiles in FORMS),
+    (90, "^few (64 rows|16 rows, tiles of (32 by 256, gate|.* in 4 parts))", {"few"}),
+    (80, "^few 16 rows, tiles of (32 by 128, gate|16 by 512, in)", {"few"}),
+    (90, "alike tiles of (128|.* fp32)", {"alike"}),
+    (90, "routed ((gate|down), tiles of 128|gate, tiles of 64|(int4|float8 in groups).*tiles of 64)", {"routed"}),
+    (90, "(choose|combine) Qwen3 30B|arrange Qwen3 30B, tiles of 128", {"choose", "arrange", "combine"}),
+    (80, "alike tiles of (128|.* fp32)", {"alike"}),
 ]
 
 
