@@ -3,13 +3,14 @@
 This is the whole public surface. Importing it imports no torch.
 """
 
-from .client import Engine, EngineStatus, LocalEngine
+from .client import Engine, EngineStatus, OpenRequest
 from .config import EngineConfig
 from .fair_lock import FairLock
 from .files import LIST_BYTES, read_file, read_json, read_text
 from .grammar import problem as grammar_problem
 from .grammar.trial import GrammarTrial
 from .hub import Folder, fetch
+from .local import LocalEngine
 from .machine_memory import measure as measure_memory
 from .packaged import on_this_machine as packaged_models
 from .packaged import pull
@@ -50,6 +51,7 @@ __all__ = [
     "GrammarTrial",
     "LocalEngine",
     "ModelError",
+    "OpenRequest",
     "Pooling",
     "ProcessEngine",
     "RequestError",

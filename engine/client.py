@@ -1,7 +1,7 @@
-"""Engine: tokens in, tokens out. The interface, what all engines share, and LocalEngine, which runs in this process.
+"""Engine: tokens in, tokens out. The interface, and what both engines share.
 
-ProcessEngine, in a child process, is in supervisor.py. Both run the same EngineLoop behind the same interface: `start`,
-`ready`, `generate`, `abort`, `close`.
+ProcessEngine, in a child process, is in supervisor.py, and LocalEngine, in this process, in local.py. Both run the same
+EngineLoop behind the same interface: `start`, `ready`, `submit`, `generate`, `abort`, `close`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from . import types
-from .config import EngineConfig, check
-from .loop import EngineLoop
-from .step_thread import ModelThread
 from .types import EngineDied, EngineError, EngineInfo, EngineRequest, RequestStats, StepStats, TokenDelta
 
 
@@ -52,8 +49,11 @@ class Engine(Protocol):
     async def ready(self) -> EngineInfo:
         """Wait until requests are accepted; raises the EngineError that prevents it."""
 
+    def submit(self, request: EngineRequest, notify: Callable[[], None]) -> OpenRequest:
+        """Submit a request; raises EngineError. `notify` is called when its `take` has something to return or raise."""
+
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
-        """Yield the request's tokens as they are sampled; the last delta has a finish_reason. Raises EngineDied."""
+        """Submit a request and yield its deltas; the last one has a finish_reason. Raises EngineError."""
 
     def abort(self, request_id: int) -> None:
         """Stop a request at the next step; unknown and finished ids are ignored."""
@@ -63,24 +63,41 @@ class Engine(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Open:
+class OpenRequest:
     """An open request, its output so far, and the deltas that its reader has not read."""
 
     request: EngineRequest
+    notify: Callable[[], None]  # the reader, of an unread delta or an error
     output_ids: list[int] = field(default_factory=list)
     unread: list[TokenDelta] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
     arrived: float = field(default_factory=time.monotonic)
     is_sent: bool = False  # to the current engine process
     was_running: bool = False  # when an engine process died
     started: RequestStats | None = None  # the stats sent with the first token
     error: EngineError | None = None
 
-    def take(self) -> TokenDelta:
-        """Return all unread deltas as one, so that a slow reader costs memory for tokens only."""
+    def receive(self, delta: TokenDelta) -> None:
+        """Add a delta for the reader."""
+        self.unread.append(delta)
+        self.notify()
+
+    def fail(self, error: EngineError) -> None:
+        """End the request with an error, which the reader gets after the unread deltas."""
+        self.error = error
+        self.notify()
+
+    def take(self) -> TokenDelta | None:
+        """Return all unread deltas as one, so that a slow reader costs memory for tokens only; None: there is none.
+
+        Raises the error of a request that has failed, after its last delta.
+        """
+        if not self.unread:
+            if self.error is not None:
+                raise self.error
+            return None
         deltas, self.unread = self.unread, []
-        if self.error is None:  # else the error is still to be read, and nothing will set the event again
-            self.news.clear()
+        if self.error is not None:
+            self.notify()  # there is more to come
         last = deltas[-1]
         if len(deltas) == 1:
             return last
@@ -103,20 +120,20 @@ class Client(ABC):
         self.info: EngineInfo | None = None
         self.status = EngineStatus()
         self.on_step: list[Callable[[StepStats], None]] = []
-        self._open: dict[int, Open] = {}
+        self._open: dict[int, OpenRequest] = {}
         self._settled = asyncio.Event()  # ready or failed
         self._task: asyncio.Task[None] | None = None
 
-    def _send(self, entry: Open) -> None:
+    def _send(self, entry: OpenRequest) -> None:
         """Send the engine a request that it does not have."""
         entry.is_sent = True
         self._send_add(entry.request)
 
-    def _came(self, entry: Open, tokens: int) -> None:
+    def _came(self, entry: OpenRequest, tokens: int) -> None:
         """Handle new tokens of a request that has not finished."""
         del entry, tokens  # only an engine that can be restarted counts them
 
-    def _ended(self, entry: Open) -> None:
+    def _ended(self, entry: OpenRequest) -> None:
         """Handle the end of a request."""
         del entry
 
@@ -146,23 +163,27 @@ class Client(ABC):
         assert self.info is not None
         return self.info
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
+    def submit(self, request: EngineRequest, notify: Callable[[], None]) -> OpenRequest:
         if self.status.error is not None:
             raise self.status.error
         if request.id in self._open:
             raise types.RequestError(f"request id {request.id} is in use")
-        entry = self._open[request.id] = Open(request)
+        entry = self._open[request.id] = OpenRequest(request, notify)
+        if self.status.phase == "ready":
+            self._send(entry)
+        return entry
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
+        news = asyncio.Event()
+        entry = self.submit(request, news.set)
         try:
-            if self.status.phase == "ready":
-                self._send(entry)
             while True:
-                await entry.news.wait()
-                if entry.error is not None and not entry.unread:
-                    raise entry.error
-                delta = entry.take()
-                yield delta
-                if delta.finish_reason:
-                    return
+                await news.wait()
+                news.clear()
+                if (delta := entry.take()) is not None:
+                    yield delta
+                    if delta.finish_reason:
+                        return
         finally:
             if self._open.get(request.id) is entry:
                 self.abort(request.id)
@@ -174,8 +195,7 @@ class Client(ABC):
         if self.status.phase == "ready" and entry.is_sent:
             self._send_abort(request_id)
         self._ended(entry)
-        entry.unread.append(TokenDelta(id=request_id, finish_reason="abort"))  # for a reader that did not ask for it
-        entry.news.set()
+        entry.receive(TokenDelta(id=request_id, finish_reason="abort"))  # for a reader that did not ask for it
 
     def _receive(self, deltas: list[TokenDelta], stats: StepStats | None) -> None:
         now = time.monotonic()
@@ -185,8 +205,7 @@ class Client(ABC):
             if entry is None:  # aborted meanwhile
                 continue
             entry.output_ids += delta.token_ids
-            entry.unread.append(_whole(delta, entry))
-            entry.news.set()
+            entry.receive(_whole(delta, entry))
             if delta.finish_reason:
                 del self._open[delta.id]
                 self._ended(entry)
@@ -204,13 +223,12 @@ class Client(ABC):
             self.status.error = error
         self.status.phase = phase
         for entry in self._open.values():
-            entry.error = error
-            entry.news.set()
+            entry.fail(error)
         self._open.clear()
         self._settled.set()
 
 
-def _whole(delta: TokenDelta, entry: Open) -> TokenDelta:
+def _whole(delta: TokenDelta, entry: OpenRequest) -> TokenDelta:
     """Return a delta whose stats cover the whole request, even if an engine was restarted meanwhile."""
     if delta.stats is None:
         return delta
@@ -226,78 +244,3 @@ def _whole(delta: TokenDelta, entry: Open) -> TokenDelta:
         output_tokens=len(entry.output_ids),
     )
     return replace(delta, stats=stats)
-
-
-class LocalEngine(Client):
-    """The engine on the caller's event loop, for tests and offline use. Use as `async with LocalEngine(config)`.
-
-    On CUDA each step blocks that loop, and the engine's device must stay the current one of its thread.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__()
-        self.config = check(config)
-        self._model_thread = ModelThread()
-        self._loop: EngineLoop | None = None
-
-    async def __aenter__(self) -> LocalEngine:
-        await self.start()
-        try:
-            await self.ready()
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def _run(self) -> None:
-        from .build import assemble
-
-        self.status.phase = "loading"
-        try:
-            self._loop, info = await assemble(
-                self.config, _LocalOutbox(self), self._model_thread, self._progress, again=False
-            )
-            self.info = info
-            self.status.phase, self.status.share = "ready", 1.0
-            self._settled.set()
-            for entry in list(self._open.values()):
-                self._send(entry)
-            await self._loop.run()
-        except EngineError as error:
-            self._fail(error)
-        except Exception as error:
-            self._fail(EngineDied(f"the engine failed: {type(error).__name__}: {error}"))
-            raise
-
-    def _progress(self, share: float) -> None:
-        self.status.share = share
-
-    def _send_add(self, request: EngineRequest) -> None:
-        assert self._loop is not None
-        self._loop.add(request)
-
-    def _send_abort(self, request_id: int) -> None:
-        assert self._loop is not None
-        self._loop.abort(request_id)
-
-    async def close(self) -> None:
-        await super().close()
-        await self._model_thread.close()
-
-
-class _LocalOutbox:
-    def __init__(self, client: LocalEngine) -> None:
-        self._client = client
-
-    def started(self, ids: list[int]) -> None:
-        """Do nothing: only a supervisor, which outlives the engine, needs this."""
-
-    def send(self, deltas: list[TokenDelta], stats: StepStats | None) -> None:
-        self._client._receive(deltas, stats)
-
-    async def drained(self) -> None:
-        # Readers share this event loop. Let them run once per step, or a burst of steps would starve them.
-        await asyncio.sleep(0)

@@ -15,7 +15,7 @@ import time
 from msgspec.structs import replace
 
 from . import channel, types
-from .client import Client, Open
+from .client import Client, OpenRequest
 from .config import EngineConfig, check
 from .process import spawn
 from .suspects import Suspects
@@ -236,7 +236,7 @@ class ProcessEngine(Client):
             if not entry.is_sent:
                 self._send(entry)
 
-    def _send(self, entry: Open) -> None:
+    def _send(self, entry: OpenRequest) -> None:
         """Send the engine a request with its output so far, unless Suspects makes it wait."""
         request_id = entry.request.id
         if not self._suspects.may_run(request_id):
@@ -255,19 +255,18 @@ class ProcessEngine(Client):
             entry.was_running = False
             self.status.streams_resumed += 1
 
-    def _came(self, entry: Open, tokens: int) -> None:
+    def _came(self, entry: OpenRequest, tokens: int) -> None:
         if tokens and self._suspects.came(entry.request.id, tokens):
             self._send_all()
 
-    def _ended(self, entry: Open) -> None:
+    def _ended(self, entry: OpenRequest) -> None:
         if self._suspects.ended(entry.request.id) and self.status.phase == "ready":
             self._send_all()
 
-    def _end(self, entry: Open, error: EngineError) -> None:
+    def _end(self, entry: OpenRequest, error: EngineError) -> None:
         """End a request with an error."""
         del self._open[entry.request.id]
-        entry.error = error
-        entry.news.set()
+        entry.fail(error)
         self._ended(entry)
 
     def _record_death(self) -> None:

@@ -29,6 +29,7 @@ from engine import (
     EngineInfo,
     EngineRequest,
     EngineStatus,
+    OpenRequest,
     RequestStats,
     StepStats,
     TokenDelta,
@@ -130,6 +131,7 @@ class FakeEngine:
         self.error_at: tuple[int, str] | None = None  # this many tokens, then finish_reason error with this text
         self._info = info
         self._open: dict[int, asyncio.Task[Any] | None] = {}
+        self._pumps: dict[int, asyncio.Task[None]] = {}
         self._lengths: dict[int, int] = {}  # tokens of what runs
         self._slots = asyncio.Semaphore(info.max_seqs)
         self._settled = asyncio.Event()
@@ -175,6 +177,21 @@ class FakeEngine:
             raise self.status.error
         assert self.info is not None
         return self.info
+
+    def submit(self, request: EngineRequest, notify: Callable[[], None]) -> OpenRequest:
+        open_request = OpenRequest(request, notify)
+        self._pumps[request.id] = asyncio.create_task(self._pump(open_request), name="fake engine")
+        return open_request
+
+    async def _pump(self, open_request: OpenRequest) -> None:
+        """Generate for a reader that takes what there is."""
+        try:
+            async for delta in self.generate(open_request.request):
+                open_request.receive(delta)
+        except Exception as error:  # also what no engine raises, for tests of bugs
+            open_request.fail(error)  # type: ignore[arg-type]
+        finally:
+            del self._pumps[open_request.request.id]
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
         if self.status.error is not None:
@@ -286,6 +303,9 @@ class FakeEngine:
             self._lengths.pop(request_id, None)
             self.aborted.append(request_id)
             self._count()
+            pump = self._pumps.get(request_id)
+            if pump is not None and pump is not asyncio.current_task():
+                pump.cancel()
 
     async def close(self) -> None:
         if self.status.error is None:

@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from starlette.types import Receive
 
-from engine import Engine, EngineRequest, ErrorCode, RequestStats, TokenDelta, TokenLogprob
+from engine import Engine, EngineRequest, ErrorCode, OpenRequest, RequestStats, TokenDelta, TokenLogprob
 
 from ..grammar.checker import busy, refusal
 from ..http.errors import ApiError, deadline, from_exception, invalid, unavailable
@@ -28,7 +29,8 @@ log = logging.getLogger("pequod.server")
 HEARTBEAT_S = 15.0  # of silence; most proxies close a connection that is idle for a minute
 FIELDS = {"allowed_ids": "allowed_token_ids"}  # the API's names of the engine's fields, where they differ
 
-# A prompt's log-probabilities. Its first choice requests them from the engine; the other choices wait for them.
+# A prompt's log-probabilities. Its first choice requests them from the engine; the other choices start when they are
+# there.
 Scores = asyncio.Future[tuple[TokenLogprob, ...]]
 
 
@@ -57,13 +59,14 @@ class Reader(ABC):
     num_reasoning: int = field(default=0, init=False)  # of these
     stats: RequestStats | None = field(default=None, init=False)
 
+    @property
+    def starts_after(self) -> Scores | None:
+        """What must be there before the engine gets the request; None: nothing."""
+        return None
+
     @abstractmethod
     def read(self, delta: TokenDelta) -> Output:
         """Return what the delta makes certain; raises the ApiError that ends the whole request."""
-
-    async def scored(self, output: Output) -> Output:
-        """Return the first output with the prompt's log-probabilities, if requested."""
-        return output
 
 
 @dataclass(eq=False)
@@ -88,6 +91,7 @@ class Choice(Reader):
     reported_ids: frozenset[int] = frozenset()
     _arguments: list[str] | None = field(default=None, init=False)  # of the last call so far, None: there is none
     _json: list[str] = field(default_factory=list, init=False)  # the content so far, with `is_json`
+    _has_begun: bool = field(default=False, init=False)  # its first delta has been read
 
     def read(self, delta: TokenDelta) -> Output:
         """Return the delta's tokens as text. Text after a stop string is dropped; a stop token has no text."""
@@ -100,8 +104,9 @@ class Choice(Reader):
         if reason not in (None, "stop", "length"):
             raise unfinished(delta)
         self.stats = delta.stats or self.stats
+        prompt_logprobs = self._prompt_logprobs(delta)
         if self.only_scores:
-            return Output(self.index, finish_reason="length", prompt_logprobs=delta.prompt_logprobs)
+            return Output(self.index, finish_reason="length", prompt_logprobs=prompt_logprobs)
         ids = delta.token_ids
         has_stop_token = reason == "stop" and bool(ids) and ids[-1] in self.request.params.stop_ids
         texts: list[str] = []
@@ -152,7 +157,7 @@ class Choice(Reader):
             logprobs=(delta.logprobs or ())[: len(offsets)],
             offsets=tuple(offsets),
             finish_reason=reason,
-            prompt_logprobs=delta.prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
             stop=ids[-1] if has_stop_token and ids[-1] in self.reported_ids else self.stream.stop,
         )
 
@@ -167,12 +172,18 @@ class Choice(Reader):
         calls = (i for i, part in enumerate(parts) if isinstance(part, Call) and part.index)
         return next(calls, None) if self.one_call else None
 
-    async def scored(self, output: Output) -> Output:
-        if self.scores is None:
-            return output
+    @property
+    def starts_after(self) -> Scores | None:
+        return self.scores if self.request.params.prompt_logprobs is None else None
+
+    def _prompt_logprobs(self, delta: TokenDelta) -> tuple[TokenLogprob, ...] | None:
+        """Return the prompt's log-probabilities for the first output, None for the others."""
+        if self.scores is None or self._has_begun:
+            return None
+        self._has_begun = True
         if self.request.params.prompt_logprobs is not None:
-            self.scores.set_result(output.prompt_logprobs or ())
-        return output._replace(prompt_logprobs=await self.scores)
+            self.scores.set_result(delta.prompt_logprobs or ())
+        return self.scores.result()
 
 
 def check_json(text: str) -> None:
@@ -209,8 +220,9 @@ class Generation:
     """Runs all choices of one request, `n` per prompt, at most `window` at a time and in their order.
 
     A choice holds one of `slots` while the engine has it. Other requests may share these, each with at most `window`
-    choices that hold or wait for one. While it is `running`, read `outputs` to the end. When `shutdown` is set, every
-    choice ends at once.
+    choices that hold or wait for one. While it is `running`, read `outputs` to the end: deltas are read there, by the
+    task that sends them, since a task between it and the engine would have to run for each token as well. When
+    `shutdown` is set, every choice ends at once.
     """
 
     engine: Engine
@@ -222,9 +234,13 @@ class Generation:
     shutdown: asyncio.Event
     window: int | None = None  # None: all of them
     slots: AbstractAsyncContextManager[None] = field(default_factory=nullcontext)
-    _ready: list[Output] = field(default_factory=list, init=False)  # not yet taken, at most one per choice and one more
-    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _taken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _open: dict[int, OpenRequest] = field(default_factory=dict, init=False)  # what the engine has, by choice
+    _unread: list[int] = field(default_factory=list, init=False)  # choices whose OpenRequest has given notice
+    _ended: dict[int, asyncio.Event] = field(default_factory=dict, init=False)  # by choice: its last output was read
+    _waiter: asyncio.Future[None] | None = field(default=None, init=False)  # of `_take`
+    _taken_at: float = field(default=0.0, init=False)  # the event loop's time of the last outputs or silence
+    _is_silent: bool = field(default=False, init=False)  # HEARTBEAT_S have passed since then
+    _heartbeat: asyncio.TimerHandle | None = field(default=None, init=False)
     _failure: Exception | None = field(default=None, init=False)
     _workers: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _watchers: list[asyncio.Task[None]] = field(default_factory=list, init=False)
@@ -256,6 +272,8 @@ class Generation:
         self._watchers = [loop.create_task(self._watch_client(receive)), loop.create_task(self._watch_drain())]
         if self.due is not None:
             self._timer = loop.call_later(self.due.left_s, self.stop, deadline(), self.due.cause)
+        self._taken_at = loop.time()
+        self._heartbeat = loop.call_later(HEARTBEAT_S, self._beat)
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
         """Yield new outputs until all choices have ended, and [] after HEARTBEAT_S without any; raises the failure."""
@@ -273,19 +291,49 @@ class Generation:
             yield taken
 
     async def _take(self) -> list[Output]:
-        if not self._ready and self._failure is None:
-            self._changed.clear()
-            # A timer of its own: `asyncio.timeout` costs more, and this is once per token.
-            heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._changed.set)
-            try:
-                await self._changed.wait()
-            finally:
-                heartbeat.cancel()
-        taken, self._ready = self._ready, []
-        self._taken.set()
-        if not taken and self._failure is not None:
+        """Wait for outputs; [] if there was none for HEARTBEAT_S. Raises the failure when all have been returned."""
+        loop = asyncio.get_running_loop()
+        while not (outputs := self._read()) and self._failure is None and not self._is_silent:
+            self._waiter = loop.create_future()
+            await self._waiter
+        self._taken_at, self._is_silent = loop.time(), False
+        if not outputs and self._failure is not None:
             raise self._failure
-        return taken
+        return outputs
+
+    def _read(self) -> list[Output]:
+        """Read what has come, one output per choice: what a slow reader leaves unread is merged."""
+        unread, self._unread = self._unread, []
+        outputs: list[Output] = []
+        try:
+            for index in unread:
+                if (open_request := self._open.get(index)) is None or (delta := open_request.take()) is None:
+                    continue
+                output = self.choices[index].read(delta)
+                outputs.append(output)
+                if output.finish_reason:
+                    del self._open[index]
+                    self._ended[index].set()
+        except Exception as error:
+            self.stop(from_exception(error), "error")
+        return outputs
+
+    def _notify(self, index: int) -> None:
+        self._unread.append(index)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _beat(self) -> None:
+        """Report silence after HEARTBEAT_S. One timer for all tokens: to set one for each would cost more."""
+        loop = asyncio.get_running_loop()
+        left = self._taken_at + HEARTBEAT_S - loop.time()
+        if left <= 0:
+            self._is_silent, left = True, HEARTBEAT_S
+            self._wake()
+        self._heartbeat = loop.call_later(left, self._beat)
 
     async def _work_in_turn(self, turns: Iterator[Reader]) -> None:
         for choice in turns:
@@ -295,22 +343,18 @@ class Generation:
                 await self._work(choice)
 
     async def _work(self, choice: Reader) -> None:
-        is_first = True
+        """Have the engine compute a choice until its last output has been read."""
+        index = choice.index
+        ended = self._ended[index] = asyncio.Event()
         try:
-            async for delta in self.engine.generate(choice.request):
-                output = choice.read(delta)
-                if is_first:
-                    output, is_first = await choice.scored(output), False
-                self._ready.append(output)
-                self._changed.set()
-                if output.finish_reason:
-                    return
-                # At most one output of a choice is ready; for a slow reader the engine's client merges the deltas.
-                self._taken.clear()
-                await self._taken.wait()
+            if choice.starts_after is not None:
+                await asyncio.shield(choice.starts_after)  # which is not to be cancelled with the first that waits
+            self._open[index] = self.engine.submit(choice.request, partial(self._notify, index))
+            await ended.wait()
         except Exception as error:
             self.stop(from_exception(error), "error")
         finally:
+            self._open.pop(index, None)
             self.engine.abort(choice.request.id)  # no-op when finished
 
     async def _watch_client(self, receive: Receive) -> None:
@@ -330,12 +374,13 @@ class Generation:
             self.track.aborted(cause)
             for worker in self._workers:
                 worker.cancel()
-            self._changed.set()
+            self._wake()
 
     async def close(self) -> None:
         """Stop whatever runs, and wait until the engine's requests are aborted."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._heartbeat):
+            if timer is not None:
+                timer.cancel()
         tasks = [*self._workers, *self._watchers]
         for task in tasks:
             task.cancel()
