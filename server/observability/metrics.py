@@ -24,6 +24,7 @@ from ..http.admission import Limits
 from ..settings import Settings
 from .logs import StepLog, dropped_lines
 from .phases import KERNELS, PHASES
+from .token_times import TokenTimes
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -86,10 +87,7 @@ class Metrics:
             by_route,
             buckets=HTTP,
         )
-        self.fine_gaps = own_histogram(
-            "pequod:inter_token_latency_seconds",
-            "Inter-token latency (ITL) in seconds, in finer buckets than the vllm: family.",
-        )
+        self.delivered = TokenTimes(PER_TOKEN, FINE)
         step_seconds = own_histogram(
             "pequod:step_seconds",
             "Seconds per engine step by phase; kernels is the part spent in our CPU kernels.",
@@ -117,7 +115,6 @@ class Metrics:
         counter = partial(self._labelled, Counter)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens whose prefill is complete.")
         self.prompt_tokens_cached = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
-        self.generation_tokens = counter("generation_tokens", "Tokens delivered to clients.")
         self.preemptions = counter("num_preemptions", "Preemptions of sequences.")
         self.prefix_queries = counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Tokens found in the prefix cache.")
@@ -132,7 +129,6 @@ class Metrics:
             "iteration_tokens_total", "Prompt tokens computed and output tokens added per engine step.", ITERATION
         )
         self.ttft = self._histogram("time_to_first_token_seconds", "Time to first token (TTFT) in seconds.", TTFT)
-        self.gaps = self._histogram("inter_token_latency_seconds", "Inter-token latency (ITL) in seconds.", PER_TOKEN)
         self.per_token = self._histogram(
             "request_time_per_output_token_seconds", "Mean seconds per token after the first, per choice.", PER_TOKEN
         )
@@ -245,6 +241,8 @@ class Metrics:
         text = "Log lines dropped because the reader was too slow or a write failed; server: stderr, steps: --step-log."
         dropped = {"server": dropped_lines(), "steps": self.step_log.dropped if self.step_log else 0}
         yield _with_values(CounterMetricFamily("pequod:log_lines_dropped", text, labels=["log"]), dropped)
+        text = "Inter-token latency (ITL) in seconds, in finer buckets than the vllm: family."
+        yield self.delivered.histogram("pequod:inter_token_latency_seconds", text, FINE, {})
         free, cached, held, unaccounted = self._blocks()
         text = "KV cache blocks by state: held by sequences, cached for reuse, or free."
         states = {"free": free, "cached": cached, "held": held}
@@ -284,6 +282,9 @@ class Metrics:
             family.add_metric([*values, *labels.values()], value)
             return family
 
+        yield self.delivered.counter("vllm:generation_tokens", "Tokens delivered to clients.", self._labels)
+        text = "Inter-token latency (ITL) in seconds."
+        yield self.delivered.histogram("vllm:inter_token_latency_seconds", text, PER_TOKEN, self._labels)
         running, waiting = self.running_waiting()
         yield gauge("num_requests_running", "Sequences that are running.", running)
         yield gauge("num_requests_waiting", "Sequences that are admitted and not running.", waiting)

@@ -42,7 +42,7 @@ class RequestTracker:
         if num_tokens < 1 or mine.reason is not None:
             return
         now = metrics.clock()
-        metrics.generation_tokens.inc(num_tokens)
+        metrics.delivered.num_tokens += num_tokens
         gaps = num_tokens
         if mine.tokens == 0:
             self._prefill_done(choice // self.n)
@@ -50,13 +50,11 @@ class RequestTracker:
             metrics.ttft.observe(now - self.began)
             gaps -= 1
         mine.tokens += num_tokens
-        # Tokens delivered together share the time since the previous one: the sum stays the time that has passed.
-        for _ in range(gaps):
+        if gaps:
+            # Tokens delivered together share the time since the previous one: the sum stays the time that has passed.
             gap = (now - mine.last) / gaps
-            metrics.gaps.observe(gap)
-            metrics.fine_gaps.observe(gap)
-            if len(mine.gaps) < MAX_GAPS:
-                mine.gaps.append(gap)
+            metrics.delivered.observe(gap, gaps)
+            mine.gaps.extend([gap] * min(gaps, MAX_GAPS - len(mine.gaps)))
         mine.last = now
 
     def finished(self, reason: str, stats: RequestStats | None = None, choice: int = 0) -> None:

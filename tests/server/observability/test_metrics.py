@@ -9,11 +9,13 @@ import subprocess
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from engine import EngineRequest, RequestStats, Roofline, SamplingParams, StepStats
 from server.http.admission import Caller, Limits
 from server.observability.metrics import FINE, Metrics, decades
+from server.observability.token_times import TokenTimes
 from server.observability.tracking import RequestTracker
 from server.settings import Settings
 from tests.fakes import INFO, FakeEngine, model_folder, serving, until
@@ -401,3 +403,27 @@ async def test_without_a_known_limit_there_is_no_share():
     async for _ in bench.engine.generate(EngineRequest(id=1, prompt_ids=(1,), params=SamplingParams(max_tokens=2))):
         pass
     assert "pequod:roofline_fraction" not in bench.page().families
+
+
+def test_times_of_tokens_fall_into_the_buckets_of_each_histogram():
+    times = TokenTimes([1.0, 2.5], [0.5, 1.0, 10.0])
+    for seconds, count in [(0.5, 1), (0.6, 2), (1.0, 1), (2.0, 1), (11.0, 1)]:
+        times.observe(seconds, count)
+    registry = CollectorRegistry()
+    registry.register(Both(times))
+    samples = {(s.name, s.labels.get("le")): s.value for family in registry.collect() for s in family.samples}
+    assert [samples["coarse_bucket", le] for le in ("1.0", "2.5", "+Inf")] == [4, 5, 6]
+    assert [samples["fine_bucket", le] for le in ("0.5", "1.0", "10.0", "+Inf")] == [1, 4, 5, 6]
+    assert samples["coarse_count", None] == samples["fine_count", None] == 6
+    assert samples["coarse_sum", None] == pytest.approx(15.7)
+
+
+class Both:
+    """A collector of two histograms of the same times."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def collect(self):
+        yield self.times.histogram("coarse", "", [1.0, 2.5], {})
+        yield self.times.histogram("fine", "", [0.5, 1.0, 10.0], {})
