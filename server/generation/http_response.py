@@ -23,6 +23,7 @@ from ..http import sse
 from ..http.admission import Caller
 from ..http.errors import from_exception
 from ..http.openapi import JsonObject
+from ..http.waiting import within
 from ..observability.tracking import RequestTracker
 from ..state import AppState
 from .choices import Generation, Gone
@@ -126,8 +127,9 @@ class Stream:
     async def run(self) -> None:
         try:
             async for outputs in self.generation.outputs():
-                await self._begin()
-                await self._write(await self._frames(outputs) if outputs else sse.HEARTBEAT)
+                if not self.has_begun:
+                    await self._begin()
+                await self._write(await self._encode(outputs) if outputs else sse.HEARTBEAT)
             await self._write(self._events(self.writer.closing(self.generation.usage())) + self.writer.end, more=False)
         except Gone:
             raise
@@ -140,8 +142,6 @@ class Stream:
             await self._write(failure + self.writer.end, more=False)
 
     async def _begin(self) -> None:
-        if self.has_begun:
-            return
         self.has_begun = True
         names = sse.HEADERS | notes(self.writer.prompts)
         headers = [(name.lower().encode(), value.encode()) for name, value in names.items()]
@@ -151,14 +151,16 @@ class Stream:
             usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
         await self._write(self._events(self.writer.opening(usage)))
 
-    async def _frames(self, outputs: list[Output]) -> bytes:
+    async def _encode(self, outputs: list[Output]) -> bytes:
         usage = self._usage()
 
         def encode() -> bytes:
-            return b"".join(self._events(self.writer.chunks(output, usage)) for output in outputs)
+            return b"".join([self.writer.events(output, usage) for output in outputs])
 
-        has_scores = any(output.prompt_logprobs for output in outputs)
-        return await asyncio.to_thread(encode) if has_scores else encode()
+        for output in outputs:
+            if output.prompt_logprobs:
+                return await asyncio.to_thread(encode)
+        return encode()
 
     def _usage(self) -> Usage | None:
         """Return the usage so far, if every chunk is to report it."""
@@ -181,8 +183,7 @@ def notes(prompts: list[Prompt]) -> dict[str, str]:
 async def patiently(generation: Generation, send: Send, message: Any) -> None:
     """Send a message; raises Gone if the client does not read for WRITE_TIMEOUT_S or has disconnected."""
     try:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await send(message)
+        await within(WRITE_TIMEOUT_S, send(message))
     except TimeoutError:
         generation.stop(Gone(), "slow_reader")
         raise Gone from None

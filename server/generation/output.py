@@ -192,6 +192,10 @@ class Writer(ABC, Generic[R]):
     def closing(self, usage: Usage) -> Sequence[JsonObject]:
         """Return the chunks after the last token of all choices."""
 
+    def events(self, output: Output, usage: Usage | None) -> bytes:
+        """Encode the chunks of an output."""
+        return b"".join([self.frame(chunk) for chunk in self.chunks(output, usage)])
+
     def frame(self, event: Any) -> bytes:
         """Encode a chunk."""
         return sse.frame(msgspec.json.encode(event))

@@ -25,14 +25,19 @@ _LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\
 
 def frame(data: str | bytes, event: str | None = None) -> bytes:
     """Return the bytes of an event with JSON text; `event` is its type."""
-    body = data.encode() if isinstance(data, str) else data
-    for raw, escaped in _LINE_ENDS:
-        if raw in body:
-            body = body.replace(raw, escaped)
+    body = escaped(data.encode() if isinstance(data, str) else data)
     if b"\n" in body or b"\r" in body:  # indented JSON: each line is a data field of its own
         body = b"\ndata: ".join(body.splitlines())
     head = f"event: {event}\n".encode() if event else b""
     return head + b"data: " + body + b"\n\n"
+
+
+def escaped(body: bytes) -> bytes:
+    """Return JSON text without characters at which clients split lines."""
+    for raw, replacement in _LINE_ENDS:
+        if raw in body:
+            body = body.replace(raw, replacement)
+    return body
 
 
 class EventStream:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import replace
 from itertools import zip_longest
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from .formats import Block
 from .parts import Arguments, Call, Content, Part, Reasoning, Schema

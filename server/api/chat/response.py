@@ -156,6 +156,15 @@ class ChatWriter(CompletionsWriter[ChatRequest]):
             chunks.append(self.chunk([ending], usage))
         return chunks
 
+    def bare_text(self, output: Output) -> str | None:
+        if output.finish_reason is not None or output.prompt_logprobs is not None:
+            return None
+        texts = [part.text for part in output.parts if isinstance(part, Content)]
+        return "".join(texts) if len(texts) == len(output.parts) else None
+
+    def text_chunk(self, choice: int, text: str) -> ChatCompletionChunk:
+        return self.chunk([ChunkChoice(choice, Delta(content=text))], None)
+
     def whole(self, outputs: list[Output], usage: Usage) -> ChatCompletion:
         head = self.head
         return ChatCompletion(

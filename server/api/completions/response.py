@@ -77,6 +77,12 @@ class CompletionWriter(CompletionsWriter[CompletionRequest]):
             chunks.append(self.chunk([ending], usage))
         return chunks
 
+    def bare_text(self, output: Output) -> str | None:
+        return output.text if output.finish_reason is None and output.prompt_logprobs is None else None
+
+    def text_chunk(self, choice: int, text: str) -> Completion:
+        return self.chunk([CompletionChoice(choice, text)], None)
+
     def whole(self, outputs: list[Output], usage: Usage) -> Completion:
         choices = [
             CompletionChoice(
