@@ -102,3 +102,14 @@ def test_overload_runs(tmp_path):
     assert found["failed"] == []
     assert found["overload"][0]["offered_per_s"] > 0
     assert found["live_max_s"] > 0
+
+
+@pytest.mark.slow
+def test_streams_runs(tmp_path):
+    found, code = measured(
+        tmp_path, "streams", "--streams", "32", "--tokens", "60", "--interval-ms", "5", "--rounds", "1"
+    )
+    assert code == 0
+    (result,) = found["results"]
+    assert 0.8 < result["tokens_per_event"] < 60  # the first and the last event have no token
+    assert result["rounds"][0]["tokens_per_s"] > 0
