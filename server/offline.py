@@ -278,9 +278,12 @@ class _Session:
         async with self._turns, self._client.stream("POST", path, json={**body, "stream": True}) as response:
             if not response.is_success:
                 raise APIError(response.status_code, json.loads(await response.aread())["error"])
-            async for _, event in EventStream(response):
+            events = EventStream(response)
+            async for _, event in events:
                 if error := event.get("error"):
                     raise APIError(response.status_code, error)
                 for choice in event["choices"]:
                     if piece := choice.get("text") or choice.get("delta", {}).get("content"):
                         yield piece
+            if not events.is_complete:
+                raise RuntimeError("the stream was cut off")

@@ -23,7 +23,7 @@ from ..http import sse
 from ..http.admission import Caller
 from ..http.errors import from_exception
 from ..http.openapi import JsonObject
-from ..http.waiting import within
+from ..http.waiting import PATIENT, within
 from ..observability.tracking import RequestTracker
 from ..state import AppState
 from .choices import Generation, Gone
@@ -76,8 +76,9 @@ class WholeResponse(Response):
         self.notes: dict[str, str] = {}  # further headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        patience_s = None if PATIENT in scope.get("extensions", {}) else WRITE_TIMEOUT_S
         async with self.generation.running(receive):
-            await self.run(scope, receive, send)
+            await self.run(scope, receive, partial(patiently, self.generation, send, patience_s))
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         outputs: list[list[Output]] = [[] for _ in self.generation.choices]
@@ -91,7 +92,7 @@ class WholeResponse(Response):
 
         body = await asyncio.to_thread(encode) if self.in_thread else encode()
         response = Response(body, media_type="application/json", headers=self.notes)
-        await response(scope, receive, partial(patiently, self.generation, send))
+        await response(scope, receive, send)
 
 
 class GeneratedResponse(WholeResponse):
@@ -145,7 +146,7 @@ class Stream:
         self.has_begun = True
         names = sse.HEADERS | notes(self.writer.prompts)
         headers = [(name.lower().encode(), value.encode()) for name, value in names.items()]
-        await patiently(self.generation, self.send, {"type": "http.response.start", "status": 200, "headers": headers})
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
         usage = self._usage()
         if usage is not None:  # none of the first tokens has been sent
             usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
@@ -171,7 +172,7 @@ class Stream:
 
     async def _write(self, data: bytes, more: bool = True) -> None:
         if data or not more:
-            await patiently(self.generation, self.send, {"type": "http.response.body", "body": data, "more_body": more})
+            await self.send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 def notes(prompts: list[Prompt]) -> dict[str, str]:
@@ -180,10 +181,10 @@ def notes(prompts: list[Prompt]) -> dict[str, str]:
     return {LEFT_OUT_HEADER: ", ".join(left_out)} if left_out else {}
 
 
-async def patiently(generation: Generation, send: Send, message: Any) -> None:
-    """Send a message; raises Gone if the client does not read for WRITE_TIMEOUT_S or has disconnected."""
+async def patiently(generation: Generation, send: Send, patience_s: float | None, message: Any) -> None:
+    """Send a message; raises Gone if the client does not read for that long or has disconnected."""
     try:
-        await within(WRITE_TIMEOUT_S, send(message))
+        await within(patience_s, send(message))
     except TimeoutError:
         generation.stop(Gone(), "slow_reader")
         raise Gone from None

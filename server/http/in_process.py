@@ -9,6 +9,8 @@ from contextlib import suppress
 import httpx
 from starlette.types import ASGIApp, Message
 
+from .waiting import PATIENT
+
 # Chunks of a response that are queued for a slow reader; then the app waits, as for a slow socket.
 MAX_CHUNKS = 16
 
@@ -58,6 +60,7 @@ class _Exchange(httpx.AsyncByteStream):
             "headers": [(name.lower(), value) for name, value in self.request.headers.raw],
             "server": (url.host, url.port),
             "client": ("127.0.0.1", 0),
+            "extensions": {PATIENT: {}},
         }
         try:
             await app(scope, self._receive, self._send)

@@ -9,9 +9,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# An ASGI extension: the client is in this process and may read as slowly as it likes.
+PATIENT = "pequod.patient"
 
-async def within(seconds: float, coroutine: Coroutine[Any, Any, T] | Awaitable[T]) -> T:
-    """Await a coroutine, and cancel it with a TimeoutError if it takes longer.
+
+async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T] | Awaitable[T]) -> T:
+    """Await a coroutine, and cancel it with a TimeoutError if it takes longer; None: it may take any time.
 
     `asyncio.timeout` alone sets a timer and cancels it each time, which takes longer than writing a token to a socket
     whose buffer has room. So the coroutine is first run by hand, up to where it waits.

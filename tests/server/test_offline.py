@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 import pequod
 from pequod import LLM, APIError, ModelError, SettingsError
+from server.generation import http_response
 from server.http.in_process import InProcess
 
 QUESTION = "What is continuous batching?"
@@ -74,6 +77,17 @@ def test_a_refused_request_says_what_is_wrong(llm: LLM) -> None:
     with pytest.raises(ValueError, match="one request"):
         llm.generate(["a", "b"], stream=True)
     assert llm.generate("a", max_tokens=1).completion_tokens == 1
+
+
+def test_a_stream_may_be_read_slowly_and_is_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_response, "WRITE_TIMEOUT_S", 0.05)
+    options: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
+    text = ""
+    for piece in llm.generate("The sea", stream=True, **options):
+        if not text:
+            time.sleep(0.5)  # meanwhile the queue of the transport is full
+        text += piece
+    assert text == llm.generate("The sea", **options).text
 
 
 def test_who_stops_reading_ends_the_request(llm: LLM) -> None:

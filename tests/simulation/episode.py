@@ -32,7 +32,7 @@ from engine.supervisor import MAX_RESTARTS, ProcessEngine
 from server import state as state_module
 from server.generation import choices as generation_module
 from server.generation.choices import Due, Generation, Reader, unfinished
-from server.generation.http_response import patiently
+from server.generation.http_response import WRITE_TIMEOUT_S, patiently
 from server.generation.output import Output
 from server.http.admission import INPUTS_DEPTH, Caller
 from server.http.disconnect import while_connected
@@ -427,7 +427,7 @@ class Episode:
         async with generation.running(request.receive):
             async for outputs in generation.outputs():
                 if visit.stops_reading is not None and reads >= visit.stops_reading:
-                    await patiently(generation, lambda _: asyncio.Event().wait(), outputs)
+                    await patiently(generation, lambda _: asyncio.Event().wait(), WRITE_TIMEOUT_S, outputs)
                 if visit.pause_s:
                     await asyncio.sleep(self.world.duration(visit.pause_s))
                 assert len(outputs) <= len(streams), "outputs pile up before a slow reader"
