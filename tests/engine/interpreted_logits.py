@@ -132,6 +132,20 @@ def test_a_short_list_and_the_long_way_draw_the_same_tokens(monkeypatch, unused,
     assert all(torch.equal(mine, wanted) for mine, wanted in zip(found, want, strict=True))
 
 
+@pytest.mark.parametrize("unused", [SHORT, LONG])
+def test_top_p_ends_at_the_token_that_reaches_it_exactly(monkeypatch, unused):
+    x = torch.full((1, 1500), -60.0)
+    x[0, [0, 500, 1000]] = torch.tensor([0.0, -0.5, -3.0])
+    weights = (x.double().exp().float() * 2.0**44).floor().double()
+    share = float(weights[0, 0] / weights.sum())
+    assert math.ceil(share * float(weights.sum())) == weights[0, 0]
+    params = np.array([(1.0, share, 0.0, 0.99, 3)], ROW_PARAMS)
+    for name in unused:
+        monkeypatch.setattr(shortlist if name in SHORT else kernels, name, Nothing())
+    for backend in (TritonLogits, TorchLogits):
+        assert backend(1500, CPU).sample(x, params)[1].tolist() == [0]
+
+
 def test_the_constants_of_launches_and_kernels_are_the_same():
     assert (logit_numbers.STATE.value, shortlist.LENGTH.value) == (triton_logits.STATE, triton_logits.LENGTH)
 
