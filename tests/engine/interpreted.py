@@ -101,6 +101,16 @@ def test_mixed_rows_equal_dense_attention(small, shape, block_size, held, rules)
     assert pool.run() < 1e-5
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_scores_that_are_all_far_below_zero_count_as_any(small, window):
+    """Parts and keys that a row does not have weigh nothing, however little the others weigh."""
+    layer = layer_of(1, 16, 16, group=2, window=window)
+    pool = Pool(3, [70, 33, 40], layer, block_size=16, dtype=torch.float32, backend=PagedGPU())
+    pool.q, pool.k = [each.abs() * 9 for each in pool.q], [-each.abs() * 9 for each in pool.k]
+    pool.step({0: 69, 1: 32, 2: 39})
+    assert pool.step({0: 1, 1: 1, 2: 1}) < 1e-4
+
+
 def test_float16_is_as_exact_as_its_rounding(small):
     assert Pool(2, [40, 70], layer_of(2, 16, 16), block_size=16, dtype=torch.float16, backend=PagedGPU()).run() < 4e-3
 
