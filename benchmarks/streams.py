@@ -293,6 +293,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    header = about()  # names all processors
     on_processor(1)
     results = []
     for interval in map(float, args.interval_ms.split(",")):
@@ -310,7 +311,7 @@ def main() -> int:
             f" {ratio:.1f} times that of a bare app ({limit:.0f} µs)"
         )
         results.append({"interval_ms": interval, "rounds": ours, "bare": bare, **middle, "times_bare": ratio})
-    write({**about(), "streams": args.streams, "tokens": args.tokens, "results": results}, args.json)
+    write({**header, "streams": args.streams, "tokens": args.tokens, "results": results}, args.json)
     return 0
 
 

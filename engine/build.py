@@ -251,7 +251,7 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
             rope_len=spec.serve_len,
             gguf_activations="int16" if spec.activation_bytes == 2 else "int8",
         )
-        runner = Runner(model, resolved, plan.num_blocks, cuda_graphs.device_for(resolved))
+        runner = Runner(model, resolved, plan.num_blocks, cuda_graphs.device_for(resolved), plan.activation_bytes)
         if config.batch_invariant and not _is_exact(runner):
             raise ConfigError(_variance(model.product.note or runner.sampling.note))
         runner.warm_up()

@@ -170,7 +170,11 @@ class Client(ABC):
             raise types.RequestError(f"request id {request.id} is in use")
         entry = self._open[request.id] = OpenRequest(request, notify)
         if self.status.phase == "ready":
-            self._send(entry)
+            try:
+                self._send(entry)
+            except BaseException:
+                del self._open[request.id]
+                raise
         return entry
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:

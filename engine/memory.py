@@ -87,6 +87,7 @@ class GraphReserve:
     """
 
     allocated: int = 0  # by torch, for all graphs
+    draw_row: int = 0  # of that, for each drawing row
     step_graph: int = 0  # by the driver, for the graph of a step
     draw_graphs: int = 0  # by the driver, for the graphs of a number of drawing rows
     num_steps: int = 0
@@ -132,8 +133,10 @@ def graph_reserve(spec: ModelSpec, config: EngineConfig, backend: type[Attention
     shared = sizes.largest * (_token_bytes(spec) + decoder.hidden_size * spec.dtype.itemsize)
     # The logits stay in memory of their own; the head's result and the weights are intermediate results.
     draws = graph_sizes.draws(config.max_seqs, config.max_batched_tokens)
-    shared += draws[-1] * (3 * 4 * spec.vocab_size + DRAW_TABLES)
+    draw_row = 3 * 4 * spec.vocab_size + DRAW_TABLES
+    shared += draws[-1] * draw_row
     return GraphReserve(
+        draw_row=draw_row,
         allocated=shared + spec.workspace_bytes + WORKSPACE_BYTES + POOL_BYTES,
         step_graph=GRAPH_BYTES + of_layer * len(decoder.shapes) * LAUNCH_BYTES,
         draw_graphs=GRAPH_BYTES + DRAW_LAUNCHES * LAUNCH_BYTES,

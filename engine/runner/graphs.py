@@ -188,7 +188,9 @@ class Graphs:
     @torch.inference_mode()
     def _capture_draw(self, rows: int) -> None:
         assert self.draws is not None
+        of_step, self._expected = self._expected, self._reserve.draw_graphs + rows * self._reserve.draw_row
         self.draws.capture(rows, self._measured)
+        self._expected = of_step
         self._bytes += self._reserve.draw_graphs
         if self._bytes > self._reserve.total:
             self._stop(f"all graphs take more than the {self._reserve.total >> 20} MiB that are reserved for them")

@@ -146,11 +146,17 @@ class Runner:
     """The model, its KV cache, and the device's state of each running sequence. Used by one thread at a time."""
 
     def __init__(
-        self, model: models.Model, config: EngineConfig, num_blocks: int, graph_device: GraphDevice | None = None
+        self,
+        model: models.Model,
+        config: EngineConfig,
+        num_blocks: int,
+        graph_device: GraphDevice | None = None,
+        step_bytes: int | None = None,
     ) -> None:
         """`config` is resolved. Allocates the cache: `num_blocks` blocks, which all groups of layers share.
 
         `graph_device` captures the steps of models for which that is possible; None: all steps are launched.
+        `step_bytes`: the memory that a step takes, to be left by captures; None: as estimated.
         """
         assert config.max_len and config.max_seqs and config.max_batched_tokens
         self.model = model
@@ -196,7 +202,7 @@ class Runner:
                 device=graph_device,
                 max_len=config.max_len,
                 reserve=memory.graph_reserve(spec, config, type(backend)),
-                step_bytes=memory.activation_bytes(spec, config, type(backend)),
+                step_bytes=step_bytes or memory.activation_bytes(spec, config, type(backend)),
                 others=self.inputs.others,
             )
             model.executors.insert(0, self.graphs)

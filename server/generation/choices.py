@@ -237,9 +237,10 @@ class Generation:
     _open: dict[int, OpenRequest] = field(default_factory=dict, init=False)  # what the engine has, by choice
     _unread: list[int] = field(default_factory=list, init=False)  # choices whose OpenRequest has given notice
     _ended: dict[int, asyncio.Event] = field(default_factory=dict, init=False)  # by choice: its last output was read
+    _kept: list[Output] = field(default_factory=list, init=False)  # read when the generation was stopped
     _waiter: asyncio.Future[None] | None = field(default=None, init=False)  # of `_take`
-    _taken_at: float = field(default=0.0, init=False)  # the event loop's time of the last outputs or silence
-    _is_silent: bool = field(default=False, init=False)  # HEARTBEAT_S have passed since then
+    _sent_at: float = field(default=0.0, init=False)  # the event loop's time of the last `sent`
+    is_silent: bool = field(default=False, init=False)  # HEARTBEAT_S have passed since then
     _heartbeat: asyncio.TimerHandle | None = field(default=None, init=False)
     _failure: Exception | None = field(default=None, init=False)
     _workers: list[asyncio.Task[None]] = field(default_factory=list, init=False)
@@ -272,11 +273,14 @@ class Generation:
         self._watchers = [loop.create_task(self._watch_client(receive)), loop.create_task(self._watch_drain())]
         if self.due is not None:
             self._timer = loop.call_later(self.due.left_s, self.stop, deadline(), self.due.cause)
-        self._taken_at = loop.time()
+        self._sent_at = loop.time()
         self._heartbeat = loop.call_later(HEARTBEAT_S, self._beat)
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
-        """Yield new outputs until all choices have ended, and [] after HEARTBEAT_S without any; raises the failure."""
+        """Yield new outputs until all choices have ended; raises the failure after the last.
+
+        Yields [] if there is none and nothing has been `sent` for HEARTBEAT_S.
+        """
         left = len(self.choices)
         while left:
             taken = await self._take()
@@ -289,33 +293,40 @@ class Generation:
                     reason = "length" if output.finish_reason == "length" else "stop"
                     self.track.finished(reason, choice.stats, output.choice)
             yield taken
+            if not taken:
+                self.sent()  # for a reader that sends nothing
+
+    def sent(self) -> None:
+        """Note that the client has been sent something: the time of silence begins again."""
+        self._sent_at, self.is_silent = asyncio.get_running_loop().time(), False
 
     async def _take(self) -> list[Output]:
-        """Wait for outputs; [] if there was none for HEARTBEAT_S. Raises the failure when all have been returned."""
+        """Wait for outputs; [] if there is none, and silence. Raises the failure when all have been returned."""
         loop = asyncio.get_running_loop()
-        while not (outputs := self._read()) and self._failure is None and not self._is_silent:
+        while not (outputs := self._read()) and self._failure is None and not self.is_silent:
             self._waiter = loop.create_future()
             await self._waiter
-        self._taken_at, self._is_silent = loop.time(), False
         if not outputs and self._failure is not None:
             raise self._failure
         return outputs
 
     def _read(self) -> list[Output]:
         """Read what has come, one output per choice: what a slow reader leaves unread is merged."""
+        outputs, self._kept = self._kept, []
         unread, self._unread = self._unread, []
-        outputs: list[Output] = []
-        try:
-            for index in unread:
-                if (open_request := self._open.get(index)) is None or (delta := open_request.take()) is None:
+        for index in unread:
+            open_request = self._open.get(index)
+            try:
+                if open_request is None or (delta := open_request.take()) is None:
                     continue
                 output = self.choices[index].read(delta)
-                outputs.append(output)
-                if output.finish_reason:
-                    del self._open[index]
-                    self._ended[index].set()
-        except Exception as error:
-            self.stop(from_exception(error), "error")
+            except Exception as error:
+                self.stop(from_exception(error), "error")
+                continue
+            outputs.append(output)
+            if output.finish_reason:
+                del self._open[index]
+                self._ended[index].set()
         return outputs
 
     def _notify(self, index: int) -> None:
@@ -327,11 +338,11 @@ class Generation:
             self._waiter.set_result(None)
 
     def _beat(self) -> None:
-        """Report silence after HEARTBEAT_S. One timer for all tokens: to set one for each would cost more."""
+        """Report silence. One timer for all tokens: to set one for each would cost more."""
         loop = asyncio.get_running_loop()
-        left = self._taken_at + HEARTBEAT_S - loop.time()
+        left = self._sent_at + HEARTBEAT_S - loop.time()
         if left <= 0:
-            self._is_silent, left = True, HEARTBEAT_S
+            self.is_silent, left = True, HEARTBEAT_S
             self._wake()
         self._heartbeat = loop.call_later(left, self._beat)
 
@@ -372,6 +383,7 @@ class Generation:
         if self._failure is None:
             self._failure = failure
             self.track.aborted(cause)
+            self._kept = self._read()  # while there are open requests to read: the client still gets what has come
             for worker in self._workers:
                 worker.cancel()
             self._wake()

@@ -76,7 +76,7 @@ class WholeResponse(Response):
         self.notes: dict[str, str] = {}  # further headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        patience_s = None if PATIENT in scope.get("extensions", {}) else WRITE_TIMEOUT_S
+        patience_s = None if PATIENT in (scope.get("extensions") or {}) else WRITE_TIMEOUT_S
         async with self.generation.running(receive):
             await self.run(scope, receive, partial(patiently, self.generation, send, patience_s))
 
@@ -130,7 +130,9 @@ class Stream:
             async for outputs in self.generation.outputs():
                 if not self.has_begun:
                     await self._begin()
-                await self._write(await self._encode(outputs) if outputs else sse.HEARTBEAT)
+                data = await self._encode(outputs)
+                # Outputs without data are tokens of which the client is told nothing, such as hidden reasoning.
+                await self._write(data or (sse.HEARTBEAT if self.generation.is_silent else b""))
             await self._write(self._events(self.writer.closing(self.generation.usage())) + self.writer.end, more=False)
         except Gone:
             raise
@@ -173,6 +175,7 @@ class Stream:
     async def _write(self, data: bytes, more: bool = True) -> None:
         if data or not more:
             await self.send({"type": "http.response.body", "body": data, "more_body": more})
+            self.generation.sent()
 
 
 def notes(prompts: list[Prompt]) -> dict[str, str]:

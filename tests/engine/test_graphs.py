@@ -143,16 +143,16 @@ class SharedGPU:
         self.others = next(self.before_captures, self.others)
 
 
-def captured(device, folder):
+def captured(device, folder, vocab_size=64):
     """Return the graphs of an engine on a GPU, after it has captured what it can."""
     config = resolve(
         EngineConfig(model=folder, device="cuda", max_seqs=SEQS, max_batched_tokens=TOKENS, max_len=64), "cuda", 64
     )
-    spec = replace(models.describe(Path(folder), config), vocab_size=64)
+    spec = replace(models.describe(Path(folder), config), vocab_size=vocab_size)
     sizes = graph_sizes.sizes(SEQS, TOKENS)
     buffers = Buffers(max_tokens=TOKENS, max_seqs=SEQS, max_blocks=4, device=CPU, padded=sizes.largest)
     reserve = memory.graph_reserve(spec, config, PagedGPU)
-    assert 80 << 20 < reserve.allocated < reserve.total < 250 << 20
+    assert 80 << 20 < reserve.allocated < reserve.total < (250 << 20) + SEQS * reserve.draw_row
     graphs = Graphs(
         SimpleNamespace(run=lambda forward: torch.zeros(len(forward.ids), 1024)),
         spec,
@@ -197,6 +197,15 @@ def test_capturing_ends_where_the_device_has_no_memory_left_for_a_launched_step(
     assert captured(SharedGPU(within_captures=[80 * GB - (2 << 30), 0]), qwen3).num_captured == NUM_GRAPHS
     device.others = 0
     assert not graphs.capture_next() and device.num_captures == before, "what has ended does not begin again"
+
+
+def test_the_logits_of_a_draw_count_before_it_is_captured(qwen3):  # noqa: F811
+    at_start = len(graph_sizes.sizes(SEQS, TOKENS).at_start)
+    left = [0] * (at_start - 1) + [80 * GB - STEP_BYTES - (150 << 20)]  # 80 MiB of it are the first graph's
+    assert not captured(SharedGPU(within_captures=left), qwen3).problem
+    graphs = captured(SharedGPU(within_captures=left), qwen3, vocab_size=150_000)
+    assert graphs.num_captured == at_start
+    assert f"the draw of {max(graph_sizes.draws(SEQS, TOKENS))} rows was not captured: " in graphs.problem
 
 
 def test_capturing_ends_where_torch_has_taken_what_is_reserved(qwen3):  # noqa: F811

@@ -192,7 +192,39 @@ async def test_deadline_aborts_while_the_client_does_not_read(folder):
         assert not task.done()
         driver.may_send.set()
         await task
-        assert events(driver.text)[-2]["error"]["code"] == "deadline_exceeded"
+        seen = events(driver.text)
+        assert seen[-2]["error"]["code"] == "deadline_exceeded"
+        text = "".join(event["choices"][0]["text"] for event in seen[:-2])
+        assert len(ids(text)) > 5 and LONG.startswith(text), "what had come by then is not sent"
+
+
+async def test_an_error_of_one_choice_loses_no_text_of_the_others(folder):
+    begun, has_failed = [], asyncio.Event()
+
+    class Failing(FakeEngine):
+        async def generate(self, request):
+            begun.append(request)
+            is_first = request is begun[0]
+            if not is_first:
+                await has_failed.wait()
+            async for delta in super().generate(request):
+                yield delta
+                if is_first:
+                    await asyncio.sleep(0.05)  # the first token is being sent
+                    yield TokenDelta(id=request.id, finish_reason="error", error="out of memory")
+                    has_failed.set()
+                    return
+
+    engine = Failing(saying("the whale"))
+    async with serving(folder, engine) as (_, app):
+        driver = Driver(app, body(stream=True, n=2))
+        task = asyncio.create_task(driver.run())
+        await until(lambda: len(engine.requests) == 2 and not engine.open)
+        driver.may_send.set()
+        await task
+        seen = events(driver.text)
+        assert "out of memory" in seen[-2]["error"]["message"]
+        assert "".join(c["text"] for event in seen[:-2] for c in event["choices"] if c["index"] == 1) == "the whale"
 
 
 async def test_connection_that_breaks_during_a_write_aborts(folder):
@@ -240,6 +272,17 @@ async def test_comments_are_sent_during_silence_and_while_queued(folder, monkeyp
         parts = [json.loads(line[6:]) for line in rest[:-1]]
         assert rest[-1] == "data: [DONE]"
         assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == "the whale"
+
+
+async def test_comments_are_sent_while_tokens_arrive_of_which_nothing_is_told(folder, monkeypatch):
+    monkeypatch.setattr(choices, "HEARTBEAT_S", 0.02)
+    engine = FakeEngine(saying("<think>" + LONG + "</think>the sea"), delay=0.005)
+    request = {"messages": QUESTION, "stream": True, "include_reasoning": False, "max_tokens": 400}
+    async with serving(folder, engine, reasoning_parser="think") as (client, _):
+        text = (await client.post(CHAT, json=request)).text
+    assert text.count(": keep-alive") > 5
+    told = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in told) == "the sea"
 
 
 async def test_no_comments_are_sent_while_tokens_arrive(folder, monkeypatch):
@@ -377,8 +420,8 @@ async def test_full_queue_is_a_503_before_the_first_byte(folder, stream):
 async def test_deadline_before_the_first_byte_is_a_504(folder, stream, by):
     engine = FakeEngine(saying(LONG))
     engine.hold()
-    limit = {"request_timeout": 0.05} if by == "server" else {}
-    headers = {"X-Deadline-Ms": "50" if by == "client" else "60000"}
+    limit = {"request_timeout": 0.2} if by == "server" else {}
+    headers = {"X-Deadline-Ms": "200" if by == "client" else "60000"}
     async with serving(folder, engine, **limit) as (client, _):
         response = await client.post(COMPLETIONS, json=body(stream=stream), headers=headers)
         assert response.status_code == 504
