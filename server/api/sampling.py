@@ -228,11 +228,6 @@ class CompletionFields(GenerationFields, VllmFields, LlamaCppFields):
         return self.n or 1
 
     @property
-    def num_logprobs(self) -> int | None:
-        """The number of likely tokens to report beside each token of the completion; None: no log-probabilities."""
-        raise NotImplementedError
-
-    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 

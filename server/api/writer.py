@@ -40,10 +40,15 @@ class CompletionsWriter(Writer[R]):
         before, after = self._around_text.get(output.choice) or self._add_around_text(output.choice)
         return before + sse.escaped(msgspec.json.encode(text)) + after
 
+    @property
+    @abstractmethod
+    def has_logprobs(self) -> bool:
+        """Whether the request asks for log-probabilities of the completion."""
+
     @cached_property
     def tells_tokens(self) -> bool:
         """Whether chunks have more than text: token ids or log-probabilities."""
-        return bool(self.request.return_token_ids) or self.request.num_logprobs is not None
+        return bool(self.request.return_token_ids) or self.has_logprobs
 
     @cached_property
     def _around_text(self) -> dict[int, tuple[bytes, bytes]]:

@@ -131,7 +131,7 @@ class Stream:
                 if not self.has_begun:
                     await self._begin()
                 data = await self._encode(outputs)
-                # Outputs without data are tokens of which the client is told nothing, such as hidden reasoning.
+                # There is no data if the client is not shown these tokens: hidden reasoning, for example.
                 await self._write(data or (sse.HEARTBEAT if self.generation.is_silent else b""))
             await self._write(self._events(self.writer.closing(self.generation.usage())) + self.writer.end, more=False)
         except Gone:

@@ -156,6 +156,10 @@ class ChatWriter(CompletionsWriter[ChatRequest]):
             chunks.append(self.chunk([ending], usage))
         return chunks
 
+    @property
+    def has_logprobs(self) -> bool:
+        return self.request.num_logprobs is not None
+
     def bare_text(self, output: Output) -> str | None:
         if output.finish_reason is not None or output.prompt_logprobs is not None:
             return None

@@ -82,10 +82,6 @@ class CompletionRequest(FormatFields):
         """Whether the completion waits for the prompt's log-probabilities."""
         return self.prompt_logprobs is not None or (bool(self.echo) and self.logprobs is not None)
 
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
-
     def resolve(self) -> GenerationRequest:
         request = super().resolve()
         scoring = request.scoring
@@ -94,7 +90,7 @@ class CompletionRequest(FormatFields):
         return replace(
             request,
             limit=("max_tokens", DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens),
-            num_logprobs=self.num_logprobs,
+            num_logprobs=self.logprobs,
             scoring=scoring,
             only_scores=bool(self.echo) and self.max_tokens == 0,
         )

@@ -77,6 +77,10 @@ class CompletionWriter(CompletionsWriter[CompletionRequest]):
             chunks.append(self.chunk([ending], usage))
         return chunks
 
+    @property
+    def has_logprobs(self) -> bool:
+        return self.request.logprobs is not None
+
     def bare_text(self, output: Output) -> str | None:
         return output.text if output.finish_reason is None and output.prompt_logprobs is None else None
 

@@ -50,30 +50,23 @@ async def test_an_error_of_what_it_waits_for_reaches_it():
     assert await within(5, waits()) == "caught"
 
 
+async def wait_forever(ended):
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.append(True)
+
+
 async def test_one_that_takes_too_long_is_cancelled():
     ended = []
-
-    async def waits():
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-
     with pytest.raises(TimeoutError):
-        await within(0.01, waits())
+        await within(0.01, wait_forever(ended))
     assert ended
 
 
 async def test_cancelling_the_task_cancels_it():
     ended = []
-
-    async def waits():
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-
-    task = asyncio.create_task(within(60, waits()))
+    task = asyncio.create_task(within(60, wait_forever(ended)))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
