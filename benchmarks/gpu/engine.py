@@ -216,7 +216,7 @@ def plan(is_tiny: bool) -> list[tuple[str, float, Callable[[Loop], dict[str, Any
             ("decode 1", 1, lambda loop: decode(loop, 1, 16, GREEDY, 0.2)),
             ("decode 4 sampled", 1, lambda loop: decode(loop, 4, 16, POPULAR, 0.2)),
             ("prompt 64", 1, lambda loop: prompt(loop, 64)),
-            ("8 requests", 3, lambda loop: requests(loop, 8, (4, 16), 3)),
+            ("8 requests", 60, lambda loop: requests(loop, 8, (4, 16), 60)),
         ]
     found: list[tuple[str, float, Callable[[Loop], dict[str, Any]]]] = []
     for rows in (1, 64, 256, 16):
