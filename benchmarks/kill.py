@@ -37,11 +37,9 @@ from tests.live import Server, alive
 
 from .traffic import Answer, Failed, Request, about, children, events, generating, samples, write
 
-STALL_S = 3  # --stall-seconds
 PAUSE_S = 1.0
 OOM_S = 15.0  # within which the engine must be killed
 OOM_BYTES = 64 << 10  # new memory that is allowed
-FLAGS = ("--dtype", "float32", "--stall-seconds", str(STALL_S))
 ENGINE = "engine.worker"
 
 
@@ -232,6 +230,7 @@ def main() -> int:
     parser.add_argument("--faults", default=",".join(FAULTS), help="comma-separated faults, such as kill,stop")
     parser.add_argument("--rounds", type=int, default=10, help="number of rounds for each fault")
     parser.add_argument("--tokens", type=int, default=400, help="length of each stream")
+    parser.add_argument("--stall-seconds", type=int, default=3, help="without a step, until the engine is replaced")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
@@ -239,7 +238,8 @@ def main() -> int:
     if "memory" in faults and not has_cgroups():
         faults.remove("memory")
         left_out["memory"] = "no cgroup can be made here"
-    with Server(args.model, *FLAGS) as server:
+    flags = ("--dtype", "float32", "--stall-seconds", str(args.stall_seconds))
+    with Server(args.model, *flags) as server:
         found = asyncio.run(measure(server, faults, args.rounds, args.tokens, args.seed))
     table = summary(found["rounds"], faults)
     for fault, row in table.items():

@@ -136,7 +136,7 @@ def quantiles(values: list[float]) -> dict[str, float] | None:
     return {"p50": cuts[49], "p95": cuts[94], "p99": cuts[98], "max": max(values), "count": len(values)}
 
 
-def probe(url: str, over: Event, path: str, refused: bool) -> None:
+def probe(url: str, begun: Event, over: Event, path: str, refused: bool) -> None:
     """Request /live, and if `refused` also too many choices, until `over`. Runs in a separate process.
 
     A client that reads sixteen streams would notice refusals late. SEQS choices at once are refused whenever more than
@@ -148,7 +148,8 @@ def probe(url: str, over: Event, path: str, refused: bool) -> None:
     limits = httpx.Limits(max_keepalive_connections=0)
     with httpx.Client(base_url=url, headers=headers, timeout=60, limits=limits) as client:
         client.get("/live")
-        while not over.wait(PROBE_EVERY_S):
+        begun.set()
+        while not over.wait(PROBE_EVERY_S) or len(found) < 2:
             began = time.perf_counter()
             live = client.get("/live").status_code
             middle = time.perf_counter()
@@ -162,14 +163,15 @@ def probe(url: str, over: Event, path: str, refused: bool) -> None:
 
 async def watched(server: Server, work: Callable[[], Any], refused: bool = False) -> dict[str, Any]:
     """Return the result of `work`, with the probe's measurements and the server's CPU time meanwhile."""
-    before = cpu_seconds(server.process.pid)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/probe.json"
-        over = context.Event()
-        process = context.Process(target=probe, args=(server.url, over, path, refused))
+        begun, over = context.Event(), context.Event()
+        process = context.Process(target=probe, args=(server.url, begun, over, path, refused))
         process.start()
         try:
+            await asyncio.to_thread(begun.wait, 120)  # if it fails, there is no file below
+            before = cpu_seconds(server.process.pid)
             found = await work()
         finally:
             over.set()
@@ -193,6 +195,7 @@ async def measure(server: Server, window: Window, rounds: int, seed: int, factor
     full, over = [await watched(server, lambda: capacity(targets, prompts, window))], []
     for _ in range(rounds):
         rate = factor * max(each["goodput"] for each in full) / OUTPUT - 1 / PROBE_EVERY_S
+        rate = max(rate, sum(KEYS.values()))  # on the slowest machine, too, every key sends requests
         over.append(await watched(server, lambda rate=rate: overload(targets, prompts, window, rate), refused=True))
         full.append(await watched(server, lambda: capacity(targets, prompts, window)))
         mean = (full[-2]["goodput"] + full[-1]["goodput"]) / 2

@@ -15,7 +15,7 @@ from benchmarks.gpu import __main__ as gpu
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.timeout(1000)  # ten processes that import torch, on a computer that is busy with other tests
+@pytest.mark.timeout(3200)  # ten processes that import torch, on a computer that is busy with other tests
 def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
     others = [
         "fastapi",
@@ -28,10 +28,10 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
         "llguidance",
     ]
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({others})\n")
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--seconds", "900"]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--seconds", "3000"]
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(
-        [*command, "--out", tmp_path], env=env, cwd=ROOT, capture_output=True, text=True, timeout=950, check=False
+        [*command, "--out", tmp_path], env=env, cwd=ROOT, capture_output=True, text=True, timeout=3100, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())["results"]
@@ -80,5 +80,5 @@ def test_a_part_that_fails_and_one_that_hangs_are_reported(tmp_path, monkeypatch
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     broken = [{"measurement": "first"}, {"measurement": "failure", "error": "no memory"}]
-    assert list(gpu.run(["broken"], 20)) == broken
+    assert list(gpu.run(["broken"], 250)) == broken
     assert list(gpu.run(["hangs"], 1)) == [{"measurement": "failure", "error": "was stopped after 1 s"}]
