@@ -116,7 +116,9 @@ def check(folder: pathlib.Path, dtype: str, cases: list[Case], max_len: int | No
     }
 
 
-def generated(name: str, folder: pathlib.Path, dtype: str, seed: int) -> list[Case]:
+def generated(
+    name: str, folder: pathlib.Path, dtype: str, seed: int, lengths: tuple[int, ...] = LENGTHS
+) -> list[Case]:
     """Greedy continuations of random prompts by transformers, one at a time."""
     import torch
 
@@ -126,7 +128,7 @@ def generated(name: str, folder: pathlib.Path, dtype: str, seed: int) -> list[Ca
     model = oracle(folder, getattr(torch, dtype))
     rng = random.Random(seed)
     cases = []
-    for length in LENGTHS:
+    for length in lengths:
         if length + NEW_TOKENS > MAX_LEN.get(name, 1000):
             continue
         prompt = [rng.randrange(3, VOCAB) for _ in range(length)]
