@@ -116,9 +116,7 @@ def check(folder: pathlib.Path, dtype: str, cases: list[Case], max_len: int | No
     }
 
 
-def generated(
-    name: str, folder: pathlib.Path, dtype: str, seed: int, lengths: tuple[int, ...] = LENGTHS
-) -> list[Case]:
+def generated(name: str, folder: pathlib.Path, dtype: str, seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[Case]:
     """Greedy continuations of random prompts by transformers, one at a time."""
     import torch
 
