@@ -5,6 +5,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from engine.kernels import build
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give time to the tests of emulated instructions: the first ones wait until these are compiled."""
+    for item in items:
+        if any(isa in item.nodeid for isa in build.EMULATED):
+            item.add_marker(pytest.mark.timeout(3600))
+
 
 @pytest.fixture
 def same_threads_after() -> Iterator[None]:

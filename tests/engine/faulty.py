@@ -2,6 +2,7 @@
 
 `python -m tests.engine.faulty` in the place of `python -m engine.worker`, through FaultyChild. With OTHER_MACHINE in
 the environment it finds another machine: memory of so many bytes, on which the other instruction set is the faster one.
+With STOPS_AT it stops before the step of this number, as SIGSTOP stops a process, and does not go on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from unittest.mock import patch
 
 from engine import machine_memory, worker
 from engine.batch import Batch
@@ -18,6 +20,7 @@ from engine.supervisor import Child
 
 BASE = 10_000_000
 OTHER_MACHINE = "PEQUOD_TEST_OTHER_MACHINE"
+STOPS_AT = "PEQUOD_TEST_STOPS_AT"
 KINDS = ("segfault", "exit", "hang", "block", "memory")
 
 
@@ -28,6 +31,15 @@ def seed(kind: str, tokens: int) -> int:
 
 class FaultyChild(Child):
     MODULE = "tests.engine.faulty"
+
+
+def stopping(step: int) -> FaultyChild:
+    """Start a process that stops before this step, so that a test which is slow itself still finds it at work.
+
+    A process that replaces it does not stop.
+    """
+    with patch.dict(os.environ, {STOPS_AT: str(step)}):
+        return FaultyChild()
 
 
 def hang() -> None:
@@ -44,6 +56,7 @@ ACTS: dict[str, Callable[[], object]] = {
 
 def install() -> None:
     launch, begin = EngineLoop._launch, EngineLoop._begin
+    stops_at = int(os.environ.get(STOPS_AT, "0"))
 
     def due(loop: EngineLoop, batch: Batch) -> list[str]:
         found = []
@@ -56,6 +69,9 @@ def install() -> None:
         return found
 
     def faulty_launch(loop: EngineLoop, flight: Flight) -> None:
+        if flight.batch.step == stops_at:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            hang()
         for kind in due(loop, flight.batch):
             if kind == "memory":
                 return  # nothing was launched

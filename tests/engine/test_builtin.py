@@ -206,6 +206,7 @@ def test_turns_end_with_a_system_message_and_after_other_turns(loaded):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_same_seed_trains_identical_files(tmp_path):
     """Runs the real script twice, with little text; the first time with answers of two tokens in its report, the second
     time without a report: what so little text taught never ends an answer, and answering took most of the time."""

@@ -20,13 +20,14 @@ from engine import (
     ProcessEngine,
     SamplingParams,
     TokenDelta,
+    supervisor,
 )
 from server.__main__ import main as pequod
-
-pytestmark = pytest.mark.timeout(60)
+from tests.engine.faulty import FaultyChild, seed
 
 CONFIG = EngineConfig(model="builtin", num_blocks=64, debug=True)
 PROMPT = (5, 6, 7)
+PROGRAM_S = 240.0  # for a program that imports torch, on any machine
 
 
 def request(number: int, max_tokens: int = 400, **fields) -> EngineRequest:
@@ -58,12 +59,15 @@ async def test_a_reader_with_unread_tokens_gets_these_and_then_the_error():
 
 
 @pytest.mark.parametrize("kind", [LocalEngine, ProcessEngine])
-async def test_closed_engine_raises_for_every_request(kind):
+async def test_closed_engine_raises_for_every_request(kind, monkeypatch):
+    monkeypatch.setattr(supervisor, "Child", FaultyChild)
     engine = kind(CONFIG)
     await engine.start()
     await engine.ready()
-    reader = asyncio.create_task(read(engine, request(1)))
-    await asyncio.sleep(0.05)
+    # Were this process slow, another one would have come to the end; so it hangs.
+    reader = asyncio.create_task(read(engine, request(1, seed=seed("hang", 5))))
+    while not engine.status.last_step:
+        await asyncio.sleep(0.001)
     await engine.close()
     with pytest.raises(EngineDied, match="closed"):
         await reader
@@ -120,7 +124,7 @@ async def main():
 asyncio.run(main())
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], env=online, text=True, capture_output=True, timeout=60, check=True
+        [sys.executable, "-c", code], env=online, text=True, capture_output=True, timeout=PROGRAM_S, check=True
     )
     assert "HF_HUB_OFFLINE is set" in done.stdout, done.stderr
 
@@ -145,7 +149,7 @@ def test_failed_command_leaves_no_child(capsys, monkeypatch):
 
 def test_unused_prestarted_child_ends_with_its_parent():
     code = "import engine; child = engine.Child(); print(child.process.pid)"
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=PROGRAM_S, check=True)
     deadline = time.monotonic() + 30
     while is_alive(int(done.stdout)):
         assert time.monotonic() < deadline, "the child lives on"

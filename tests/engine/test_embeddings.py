@@ -16,6 +16,7 @@ from engine.batch import Batch, Embedded, Entered, Row, RowError, Sampled
 from engine.loop import StepOutOfMemory
 from engine.models import describe
 from engine.models.trial import overheard
+from tests.engine.faulty import stopping
 from tests.engine.test_runner import GREEDY, make, step
 from tests.engine.test_scheduler import Driver
 from tests.models import MAX_LEN, VOCAB, cache_groups, oracle
@@ -193,7 +194,9 @@ def test_input_that_cannot_be_embedded_fails_alone(home):
 async def test_embedding_is_computed_after_an_engine_restart():
     prompt = [token % 500 + 20 for token in range(1500)]
 
-    engine = ProcessEngine(EngineConfig(model="builtin", num_blocks=400, max_seqs=2, max_batched_tokens=4))
+    # A prompt takes 375 steps, and the second one stops the engine.
+    settings = EngineConfig(model="builtin", num_blocks=400, max_seqs=2, max_batched_tokens=4)
+    engine = ProcessEngine(settings, stopping(400))
     await engine.start()
     await engine.ready()
     try:

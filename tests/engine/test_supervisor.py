@@ -10,7 +10,9 @@ import re
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from msgspec.structs import replace
@@ -32,10 +34,10 @@ from engine import (
 from engine.attention import choose
 from engine.machine_memory import Machine
 from engine.supervisor import ending
-from tests.engine.faulty import OTHER_MACHINE, FaultyChild, seed
+from tests.engine.faulty import OTHER_MACHINE, FaultyChild, seed, stopping
 from tests.fakes import INFO
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 CONFIG = EngineConfig(model="builtin", num_blocks=256, max_seqs=16, debug=True)
 PROMPT = (5, 6, 7)
@@ -58,6 +60,7 @@ async def read(engine, asked: EngineRequest) -> list[int]:
 def faulty(monkeypatch):
     monkeypatch.setattr(supervisor, "Child", FaultyChild)
     monkeypatch.setattr(supervisor, "BACKOFF_S", 0.05)
+    monkeypatch.setattr(supervisor, "LOADING_STALL_S", 300.0)  # a busy machine may take long to start a process
 
 
 async def undisturbed(numbers: list[int], **fields) -> list[list[int]]:
@@ -65,8 +68,8 @@ async def undisturbed(numbers: list[int], **fields) -> list[list[int]]:
         return await asyncio.gather(*(read(engine, request(number, **fields)) for number in numbers))
 
 
-async def with_engine(work, stall_s: float = 60.0) -> None:
-    engine = ProcessEngine(CONFIG, stall_s=stall_s)
+async def with_engine(work, stall_s: float = 60.0, child: FaultyChild | None = None) -> None:
+    engine = ProcessEngine(CONFIG, child, stall_s=stall_s)
     await engine.start()
     try:
         await engine.ready()
@@ -96,13 +99,9 @@ async def test_the_log_says_when_the_engine_is_back_and_how_many_requests_contin
     caplog.set_level(logging.INFO)
 
     async def work(engine: ProcessEngine) -> None:
-        reading = asyncio.create_task(read(engine, request(1, max_tokens=400)))
-        while not engine.status.running:
-            await asyncio.sleep(0.01)
-        os.kill(engine.pid, signal.SIGKILL)
-        await reading
+        await (await killed_in_a_stream(engine))
 
-    await with_engine(work)
+    await with_engine(work, child=stopping(20))
     back = [record.getMessage() for record in caplog.records if "is back" in record.getMessage()]
     assert len(back) == 1
     assert re.fullmatch(r"the engine is back after \d+\.\d s; 1 request continues", back[0])
@@ -128,25 +127,33 @@ async def test_an_engine_that_is_stopped_from_outside_is_replaced_and_no_request
     [expected] = await undisturbed([1], max_tokens=300)
 
     async def work(engine: ProcessEngine) -> None:
+        process = psutil.Process(engine.pid)
         stream = asyncio.create_task(read(engine, request(1, max_tokens=300)))
-        while not engine.status.last_step:
-            await asyncio.sleep(0.001)
-        os.kill(engine.pid, signal.SIGSTOP)
+        while process.status() != psutil.STATUS_STOPPED:
+            await asyncio.sleep(0.01)
+        engine.stall_s = 1.0  # for this process alone: the next one may be slow
+        while not engine.status.restarts:
+            await asyncio.sleep(0.01)
+        engine.stall_s = 60.0
         assert await stream == expected
         assert engine.status.restarts == 1
 
-    await with_engine(work, stall_s=3.0)
+    await with_engine(work, child=stopping(20))
 
 
 async def test_an_engine_that_hangs_while_it_loads_is_replaced(monkeypatch):
-    monkeypatch.setattr(supervisor, "LOADING_STALL_S", 5.0)
+    monkeypatch.setattr(supervisor, "LOADING_STALL_S", 2.0)
     engine = ProcessEngine(CONFIG, stall_s=1.0)
     await engine.start()
     try:
-        while engine.pid is None or not engine.status.heartbeat:
+        while engine.pid is None:
             await asyncio.sleep(0.001)
         first = engine.pid
         os.kill(first, signal.SIGSTOP)
+        while engine.pid == first:
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(supervisor, "LOADING_STALL_S", 300.0)  # the next one may be slow
+        engine.stall_s = 60.0
         await engine.ready()
         assert engine.pid != first
         assert len(await read(engine, request(1))) == 40
@@ -154,13 +161,40 @@ async def test_an_engine_that_hangs_while_it_loads_is_replaced(monkeypatch):
         await engine.close()
 
 
-async def test_an_idle_engine_is_no_hanging_one():
-    async def work(engine: ProcessEngine) -> None:
-        pid = engine.pid
-        await asyncio.sleep(2.5)
-        assert engine.pid == pid and engine.status.restarts == 0
+async def test_an_idle_engine_says_that_it_is_alive_and_has_no_work():
+    engine = Watched(CONFIG)
+    await engine.start()
+    try:
+        await engine.ready()
+        await read(engine, request(1))
+        told = engine.signs
+        while engine.signs < told + 2:
+            await asyncio.sleep(0.01)
+            assert engine.status.stalled_s == 0.0
+    finally:
+        await engine.close()
 
-    await with_engine(work, stall_s=1.0)
+
+async def test_an_engine_without_work_is_no_hanging_one_however_old_its_last_step_is(monkeypatch):
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.001)
+    engine, kills, looks = ProcessEngine(CONFIG, stall_s=1.0), [], 0
+
+    def limit() -> float:
+        nonlocal looks
+        looks += 1
+        return 1.0
+
+    monkeypatch.setattr(engine, "_silence_limit", limit)
+    engine.status.phase = "ready"
+    engine.status.last_step = time.monotonic() - 1000
+    engine.status.heartbeat = time.monotonic() + 1000  # so that it stays fresh
+    watch = asyncio.create_task(engine._watch(SimpleNamespace(process=SimpleNamespace(kill=lambda: kills.append(1)))))
+    while looks < 3:
+        await asyncio.sleep(0.001)
+    assert not kills and not watch.done()
+    engine.status.stalled_s = 5000.0  # with work that waited so long it would be killed
+    await watch
+    assert kills
 
 
 def test_a_slow_machine_has_more_time_for_a_step_than_the_limit():
@@ -193,32 +227,30 @@ async def test_what_the_system_lacks_for_a_moment_is_no_failure_of_the_engine(mo
             super().__init__()
 
     monkeypatch.setattr(supervisor, "Child", Scarce)
-    [expected] = await undisturbed([1], max_tokens=200)
+    [expected] = await undisturbed([1], max_tokens=300)
 
     async def work(engine: ProcessEngine) -> None:
         nonlocal lacking
         lacking = 3 * supervisor.MAX_RESTARTS
-        stream = asyncio.create_task(read(engine, request(1, max_tokens=200)))
-        while not engine.status.last_step:
-            await asyncio.sleep(0.001)
-        os.kill(engine.pid, signal.SIGKILL)
-        assert await stream == expected
+        assert await (await killed_in_a_stream(engine)) == expected
         assert lacking == 0 and engine.status.restarts == 1
 
-    await with_engine(work)
+    await with_engine(work, child=stopping(20))
     assert any("Too many open files" in record.getMessage() for record in caplog.records)
 
 
 class Watched(ProcessEngine):
-    """Records the Ready message of each child process."""
+    """Records the Ready message of each child process, and counts signs of life."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: EngineConfig, child: FaultyChild | None = None) -> None:
+        super().__init__(config, child)
         self.lives: list[channel.Ready] = []
+        self.signs = 0
 
     def _handle(self, message: object) -> None:
         if isinstance(message, channel.Ready):
             self.lives.append(message)
+        self.signs += isinstance(message, channel.Alive)
         super()._handle(message)
 
 
@@ -231,7 +263,7 @@ def size_of(info: EngineInfo) -> int:
 
 
 async def killed_in_a_stream(engine: ProcessEngine) -> asyncio.Task[list[int]]:
-    """A stream of 300 tokens whose engine has just been killed."""
+    """A stream of 300 tokens whose engine, which has stopped in it, has just been killed."""
     stream = asyncio.create_task(read(engine, request(1, max_tokens=300)))
     while not engine.status.last_step:
         await asyncio.sleep(0.001)
@@ -242,7 +274,7 @@ async def killed_in_a_stream(engine: ProcessEngine) -> asyncio.Task[list[int]]:
 async def test_a_restarted_engine_is_the_first_one_again_on_a_machine_that_has_changed(monkeypatch):
     """Less memory than a first start would ask for, and other kernels that are measured to be faster."""
     [expected] = await undisturbed([1], max_tokens=300)
-    engine = Watched(EngineConfig(model="builtin", max_seqs=16, debug=True))
+    engine = Watched(EngineConfig(model="builtin", max_seqs=16, debug=True), stopping(20))
     await engine.start()
     try:
         info = await engine.ready()
@@ -274,7 +306,7 @@ async def test_a_restart_waits_for_memory_that_is_not_free_yet(monkeypatch, capl
         assert await stream == expected
         assert engine.status.restarts == 1
 
-    await with_engine(work)
+    await with_engine(work, child=stopping(20))
     assert "of memory that can be had now" in caplog.text
 
 
@@ -282,7 +314,7 @@ async def test_an_engine_whose_weights_have_changed_is_not_started_again(monkeyp
     """A stream would go on with another model's tokens."""
     folder = shutil.copytree(hub.fetch("builtin", weights=True).path, tmp_path / "model")
     monkeypatch.setattr(supervisor, "MAX_RESTARTS", 1)
-    engine = ProcessEngine(replace(CONFIG, model=str(folder)))
+    engine = ProcessEngine(replace(CONFIG, model=str(folder)), stopping(20))
     await engine.start()
     try:
         await engine.ready()
@@ -369,7 +401,7 @@ asyncio.run(main())
 """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=240, check=True
     )
     from tests.live import alive
 

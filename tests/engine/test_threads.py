@@ -30,7 +30,9 @@ from tests.engine.test_kernels_small import Lines, decoder
 ROOT = Path(__file__).parents[2]
 AS_THEY_CAN, NONE, ALL = 0, 1, 2  # pequod_joining
 
-pytestmark = needs_library
+# With all helpers joining, each call waits until the machine has run every one of them.
+pytestmark = [needs_library, pytest.mark.timeout(1200)]
+PROGRAM_S = 1100.0
 
 
 def joining(variant: Kernels) -> ctypes.c_int32:
@@ -145,7 +147,7 @@ def python(code: str, **environment: str) -> str:
     """Return what a new interpreter prints that runs `code` with the names of this module."""
     command = [sys.executable, "-c", f"from tests.engine.test_threads import *\n{code}"]
     env = {**os.environ, **environment}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PROGRAM_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -260,5 +262,5 @@ def pool(request, tmp_path_factory) -> list[str]:
 
 @pytest.mark.parametrize("which", [AS_THEY_CAN, NONE, ALL], ids=["as they can", "none", "all"])
 def test_each_part_is_computed_once(pool, which):
-    done = subprocess.run([*pool, str(which)], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([*pool, str(which)], capture_output=True, text=True, timeout=PROGRAM_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -16,6 +16,8 @@ import pytest
 
 from engine import fetch
 
+pytestmark = pytest.mark.timeout(600)
+
 ROOT = Path(__file__).parent.parent.parent
 MAX_RSS = 700 << 20  # torch and the built-in model take 330 MB
 DEEP = "[" * 100_000
@@ -251,7 +253,8 @@ def engine(folder):
 
 
 def load(folder):
-    signal.alarm(60)
+    signal.setitimer(signal.ITIMER_PROF, 60)  # of computing, however busy the machine is
+    signal.alarm(250)  # for what waits
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))  # the machine's, where a bound is gone
     errors = []
     for part in (text, engine):

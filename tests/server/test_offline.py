@@ -144,7 +144,7 @@ print(llm.generate("a", max_tokens=1).completion_tokens, llm._session.state.engi
 
 
 def test_a_program_that_closes_nothing_ends_and_leaves_no_process() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=True)
     count, pid = done.stdout.split()
     assert (count, done.stderr) == ("1", "")
     command = Path(f"/proc/{pid}/cmdline")
