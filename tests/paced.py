@@ -1,6 +1,6 @@
 """Runs `python -m server` with an engine that waits before each step for the seconds that the file PACE_FILE says.
 
-With CHECK_S in the environment, the check of a grammar may take so many seconds.
+With CHECK_S in the environment, the check of a grammar may take so many seconds of CPU time.
 
 The same module is the engine's process, in the place of `python -m engine.worker`. See PacedServer in tests/live.py.
 """
