@@ -13,12 +13,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
+
+from tests.paced import PACE_FILE
 
 START_S = 120.0
 # Long enough for any machine: only a test that fails waits so long.
 WAIT_S = 60.0
+RESTART_S = 240.0  # the same for what waits until an engine has been started again
+ENGINES = (b"engine.worker", b"tests.paced")  # their modules
 
 
 def held_port() -> socket.socket:
@@ -95,7 +100,7 @@ class Server:
             with contextlib.suppress(OSError, ValueError):
                 fields = path.read_text().rpartition(")")[2].split()
                 command = (path.parent / "cmdline").read_bytes()
-                if int(fields[1]) == self.process.pid and b"engine.worker" in command and fields[0] != "Z":
+                if int(fields[1]) == self.process.pid and any(name in command for name in ENGINES) and fields[0] != "Z":
                     return int(path.parent.name)
         raise LookupError("the server has no engine")
 
@@ -128,6 +133,31 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop(signal.SIGKILL if self.process.poll() is None else signal.SIGTERM)
         self._log.close()
+
+
+class PacedServer(Server):
+    """A server whose engine waits before each step for as long as a test says.
+
+    A long answer of it is still under way when the test looks, also on a machine where the test is the slower one.
+    """
+
+    def __init__(self, *args: str, step_s: float = 0.0, env: dict[str, str] | None = None, **more: Any) -> None:
+        self._pace = tempfile.NamedTemporaryFile("w", prefix="pequod-", suffix=".pace")
+        self.pace(step_s)
+        super().__init__(*args, env={PACE_FILE: self._pace.name, **(env or {})}, module="tests.paced", **more)
+
+    def pace(self, step_s: float) -> None:
+        """Wait for so many seconds before each step from now on."""
+        pathlib.Path(self._pace.name).write_text(str(step_s))
+
+    @contextlib.contextmanager
+    def paced(self, step_s: float = 0.02) -> Iterator[None]:
+        """Wait before each step meanwhile."""
+        self.pace(step_s)
+        try:
+            yield
+        finally:
+            self.pace(0)
 
 
 def alive(pid: int) -> bool:

@@ -24,6 +24,7 @@ from engine.kernels import build
 
 ROOT = pathlib.Path(__file__).parent.parent
 CODE = "import server, engine, pequod; print(server.__file__, engine.__file__, pequod.__file__, sep=chr(10))"
+READY_S = 240.0  # after an installation Python first compiles every module, those of torch too
 KERNELS = "from engine.kernels import build; print(build.library())"
 
 
@@ -96,10 +97,11 @@ def serve(python: pathlib.Path, place: pathlib.Path, environment: dict[str, str]
     port = free_port()
     command = [python, "-m", "server", "serve", "builtin", "--port", str(port)]
     process = subprocess.Popen(command, cwd=place, env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + READY_S
     try:
-        for _ in range(300):
+        while time.monotonic() < deadline:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as ready:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=60) as ready:
                     if ready.status == 200:
                         break
             except OSError:
@@ -107,13 +109,13 @@ def serve(python: pathlib.Path, place: pathlib.Path, environment: dict[str, str]
         else:
             raise AssertionError("the installed server did not become ready")
         for path in ("", "webui/page.js", "docs"):  # not Python, but parts of the package
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as page:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=60) as page:
                 assert page.status == 200 and len(page.read()) > 1000, path
         body = json.dumps({"messages": [{"role": "user", "content": "What is 2 + 2?"}], "temperature": 0}).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/v1/chat/completions", body, {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             assert "4" in json.load(answer)["choices"][0]["message"]["content"]
     finally:
         process.terminate()

@@ -22,7 +22,7 @@ from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from tests.live import Server, eventually, free_port
+from tests.live import PacedServer, eventually, free_port
 
 from .place import ENDLESS, LONG, QUESTION, SAID, THINKS, THOUGHT, Place
 
@@ -107,13 +107,13 @@ class WebUI:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _long_server(self) -> Server:
+    def _long_server(self) -> PacedServer:
         model = self.folder / "model"
         shutil.copytree(BUILTIN, model)
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": LONG_CONTEXT}))
         flags = ("--served-model-name", LONG_MODEL, "--reasoning-parser", "think")
-        return Server(str(model), *flags, "--api-key", self._place.key, python=self._place.python)
+        return PacedServer(str(model), *flags, "--api-key", self._place.key, python=self._place.python)
 
     def _program(self, stack: contextlib.ExitStack) -> str:
         """The address of a running Open WebUI that looks for nothing outside this machine."""

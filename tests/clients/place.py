@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import pydantic
 
-from tests.live import Server, eventually
+from tests.live import PacedServer, Server, eventually
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class Place:
         self.webui = webui
         # One loop for all calls: some clients keep connections for later ones.
         self.runner = self._stack.enter_context(asyncio.Runner())
-        self.server = self._stack.enter_context(Server(*self._serve, python=python))
+        self.server = self._stack.enter_context(PacedServer(*self._serve, python=python))
 
     def __enter__(self) -> Place:
         return self
@@ -125,16 +125,16 @@ class Place:
         return f"{self.server.url}/v1"
 
     @functools.cached_property
-    def _small(self) -> Server:
+    def _small(self) -> PacedServer:
         flags = ("--reasoning-parser", "think", "--max-num-seqs", "1", "--max-num-queued-reqs", "1")
-        return self._stack.enter_context(Server(*self._serve, *flags, python=self.python))
+        return self._stack.enter_context(PacedServer(*self._serve, *flags, python=self.python))
 
     @property
     def thinker(self) -> Place:
         """The place where marks of reasoning are read; elsewhere they are text."""
         return self.at(self._small)
 
-    def at(self, server: Server) -> Place:
+    def at(self, server: PacedServer) -> Place:
         """The same place with another server."""
         place = copy.copy(self)
         place.server = server
@@ -144,9 +144,10 @@ class Place:
     def hung_up(self) -> Iterator[None]:
         """The request inside is given up before its end, and the server stops working on it."""
         before = self._disconnects
-        yield
-        eventually(lambda: self._disconnects > before, 30)
-        eventually(lambda: self.server.metric("vllm:num_requests_running") == 0, 30)
+        with self.server.paced():  # so that the end does not come first
+            yield
+            eventually(lambda: self._disconnects > before)
+            eventually(lambda: self.server.metric("vllm:num_requests_running") == 0)
 
     async def give_up(self, asking: Coroutine[Any, Any, Any]) -> None:
         """Cancel what is asked for when the server works on it."""
@@ -167,14 +168,15 @@ class Place:
         server = self._small
         # The first runs, the second waits, a third is refused.
         with contextlib.ExitStack() as stack:
+            stack.enter_context(server.paced())  # so that neither of them ends before
             for count in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
                 stack.enter_context(occupied(server))
-                eventually(lambda count=count: server.metric(count) == 1, 30)
+                eventually(lambda count=count: server.metric(count) == 1)
             before = refusals(server)
 
             def make_room() -> None:
                 with contextlib.suppress(AssertionError):
-                    eventually(lambda: refusals(server) > before, 30)
+                    eventually(lambda: refusals(server) > before)
                 stack.close()
 
             room = threading.Thread(target=make_room)

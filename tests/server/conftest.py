@@ -1,7 +1,8 @@
-"""Fixtures for text: tokenizers of every kind, and model folders written on the spot."""
+"""Fixtures for text: tokenizers of every kind, and model folders written on the spot. And one for deadlines."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from server.generation.choices import Generation
 from server.settings import PREFIX
 from server.tokenization.tokenizer import Tokenizer
 from tests.toys import MADE
@@ -64,3 +66,31 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(PREFIX):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def expire(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let the deadlines of all generations that run pass now.
+
+    A test gives them a minute, and says by this when it is over. How long a request takes until its generation starts
+    depends on the machine: a short deadline may pass before, and then there is nothing to end.
+    """
+    timers: list[asyncio.TimerHandle] = []
+    start = Generation.start
+
+    def noted(self: Generation, receive: Any) -> None:
+        start(self, receive)
+        if self._timer is not None:
+            timers.append(self._timer)
+
+    def expire() -> None:
+        assert timers, "no generation with a deadline was started"
+        for timer in timers:
+            assert timer.when() - asyncio.get_running_loop().time() <= 60
+            if not timer.cancelled():
+                timer._run()
+                timer.cancel()
+        timers.clear()
+
+    monkeypatch.setattr(Generation, "start", noted)
+    return expire

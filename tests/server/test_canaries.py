@@ -24,7 +24,7 @@ import pytest
 
 from server.cli.bench.processes import tree
 from server.http.excerpt import SHOWN
-from tests.live import WAIT_S, Server, eventually
+from tests.live import RESTART_S, WAIT_S, PacedServer, eventually
 from tests.server.api.effects.places import EXAMPLES
 from tests.server.http.hostile import head
 from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
@@ -67,7 +67,7 @@ class Planted:
         return sorted((each, *self.places[each]) for each in {*what.findall(text)})
 
 
-class Watched(Server):
+class Watched(PacedServer):
     """A server with three kinds of keys, of which everything that is not an answer is kept."""
 
     def __init__(self, folder: Path):
@@ -251,6 +251,7 @@ def test_what_is_no_http_leaves_no_word(server):
     server.assert_silent()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT], ids=lambda sig: sig.name)
 def test_an_engine_that_dies_under_streams_leaves_no_word(server, sig):
     plant = server.planted.plant
@@ -274,12 +275,15 @@ def test_an_engine_that_dies_under_streams_leaves_no_word(server, sig):
             begun.release()
             return [first, *lines]
 
-    with concurrent.futures.ThreadPoolExecutor(len(asks)) as pool:
+    engine = server.engine_pid
+    with concurrent.futures.ThreadPoolExecutor(len(asks)) as pool, server.paced():
         reading = [pool.submit(read, ask) for ask in asks]
         assert all(begun.acquire(timeout=WAIT_S) for _ in asks)
-        os.kill(server.engine_pid, sig)
+        assert not reading[0].done(), "the engine dies too late to prove anything"
+        os.kill(engine, sig)
+        server.pace(0)
         for each in reading:
-            assert not any('"error":{' in line for line in each.result(WAIT_S))
+            assert not any('"error":{' in line for line in each.result(RESTART_S))
     server.wait_ready()
     server.assert_silent()
 

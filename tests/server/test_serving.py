@@ -7,14 +7,14 @@ import socket
 
 import pytest
 
-from tests.live import WAIT_S, Server, eventually
+from tests.live import WAIT_S, PacedServer, Server, eventually
 
 WORDS = "The captain looked at the grey sea and said that the whale would come before the evening. "
 
 
 @pytest.fixture(scope="module")
 def server():
-    with Server("--dtype", "float32") as running:
+    with PacedServer("--dtype", "float32") as running:
         yield running
 
 
@@ -74,17 +74,20 @@ def test_counts_are_exact(server):
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
 def test_a_client_that_goes_away_stops_the_work(server, stream):
-    body = json.dumps({"model": "builtin", "prompt": "Go", "max_tokens": 1900, "ignore_eos": True, "stream": stream})
+    body = json.dumps(
+        {"model": "builtin", "prompt": WORDS * 3, "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+    )
     aborts = server.metric("pequod:request_aborts_total")
     request = (
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n{body}"
     )
-    with socket.create_connection(("127.0.0.1", server.port)) as sock:
-        sock.sendall(request.encode())
-        eventually(lambda: server.metric("pequod:kv_blocks", state="held") > 2)
-        assert server.metric("vllm:num_requests_running") == 1
-    eventually(lambda: server.metric("pequod:kv_blocks", state="held") == 0)
+    with server.paced():
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(request.encode())
+            eventually(lambda: server.metric("pequod:kv_blocks", state="held") > 2)
+            assert server.metric("vllm:num_requests_running") == 1
+        eventually(lambda: server.metric("pequod:kv_blocks", state="held") == 0)
     assert server.metric("vllm:num_requests_running") == 0
     assert server.metric("pequod:request_aborts_total") == aborts + 1
 
@@ -108,7 +111,7 @@ def test_a_full_pool_preempts_and_every_answer_is_as_alone(data):
 
 
 def test_sigterm_lets_running_streams_finish_and_admits_no_new_request(server):
-    with Server("--drain-seconds", "120") as draining:
+    with PacedServer("--drain-seconds", "120", step_s=0.02) as draining:
         body = {"model": "builtin", "prompt": "Go", "max_tokens": 1900, "ignore_eos": True, "stream": True}
         with draining.client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
@@ -118,6 +121,7 @@ def test_sigterm_lets_running_streams_finish_and_admits_no_new_request(server):
             late = draining.client.post("/v1/completions", json={**body, "stream": False})
             assert late.status_code == 503
             assert int(late.headers["retry-after"]) >= 1
+            draining.pace(0)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         finish = [
@@ -128,14 +132,17 @@ def test_sigterm_lets_running_streams_finish_and_admits_no_new_request(server):
 
 
 def test_a_full_queue_is_refused_with_a_time_to_come_back():
-    with Server("--max-num-seqs", "1", "--max-num-queued-reqs", "2") as busy:
+    with PacedServer("--max-num-seqs", "1", "--max-num-queued-reqs", "2", step_s=0.02) as busy:
         body = {"model": "builtin", "prompt": "Go", "max_tokens": 600, "ignore_eos": True}
 
         def ask(_):
             return busy.client.post("/v1/completions", json=body)
 
         with concurrent.futures.ThreadPoolExecutor(10) as pool:
-            answers = list(pool.map(ask, range(10)))
+            asking = pool.map(ask, range(10))
+            eventually(lambda: busy.metric("vllm:admission_rejections_total") == 7)
+            busy.pace(0)
+            answers = list(asking)
         refused = [answer for answer in answers if answer.status_code == 503]
         assert [answer.status_code for answer in answers].count(200) == 3
         assert len(refused) == 7
@@ -145,14 +152,13 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back():
 
 def test_the_step_log_shows_every_running_row_and_no_step_over_budget(tmp_path):
     log = tmp_path / "steps.jsonl"
-    with Server("--step-log", str(log), "--max-num-batched-tokens", "64", "--max-num-seqs", "4") as logged:
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            list(
-                pool.map(
-                    lambda i: complete(logged, prompt=prompt_of(logged, 100 + 50 * i, f"{i}. "), max_tokens=40),
-                    range(4),
-                )
-            )
+    with PacedServer("--step-log", str(log), "--max-num-batched-tokens", "64", "--max-num-seqs", "4") as logged:
+        prompts = [prompt_of(logged, 100 + 50 * i, f"{i}. ") for i in range(4)]
+        with concurrent.futures.ThreadPoolExecutor(4) as pool, logged.paced(0.3):
+            asking = pool.map(lambda prompt: complete(logged, prompt=prompt, max_tokens=40), prompts)
+            eventually(lambda: logged.metric("vllm:num_requests_running") > 1)
+            logged.pace(0)
+            list(asking)
         assert logged.stop() == 0
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     assert sum(tokens for step in steps for _, tokens in step["rows"]) >= 4 * 40

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 START_S = 3600.0  # a large model is first downloaded
 LOGGED_S = 0.1  # the server's thread may write a step to the log after the response that it belongs to
+LATE_S = 30.0  # the limit of that; a step whose line the server had to drop never comes
 
 
 class Session:
@@ -40,14 +41,17 @@ class Session:
         self.prompts = Prompts(target, seed)
         self.progress = progress
         self._steps = StepLog(child.folder / "steps.jsonl") if child is not None else None
+        self._received = 0  # output tokens since the last call of `steps`
 
     async def send(self, asks: Sequence[Ask], concurrency: int | None = None, label: str = "requests") -> Run:
         """Send requests and show their progress."""
         task = self.progress.add_task(label, total=len(asks))
         try:
-            return await run(
+            sent = await run(
                 self.target, asks, concurrency, on_done=lambda: self.progress.advance(task), died=self._died
             )
+            self._received += sum(shot.tokens for shot in sent.shots)
+            return sent
         finally:
             self.progress.remove_task(task)
 
@@ -55,8 +59,14 @@ class Session:
         """Return the engine's steps since the last call; none of a server that was not started here."""
         if self._steps is None:
             return []
-        await asyncio.sleep(LOGGED_S)
-        return self._steps.read()
+        steps: list[Step] = []
+        late = time.monotonic() + LATE_S
+        while True:
+            await asyncio.sleep(LOGGED_S)
+            steps += self._steps.read()
+            if sum(step.output_tokens for step in steps) >= self._received or time.monotonic() > late:
+                self._received = 0
+                return steps
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory of the server's processes; None if it is not known."""

@@ -22,6 +22,7 @@ class Step:
     rows: int
     prompt_tokens: int
     decode_tokens: int
+    output_tokens: int  # added to outputs
     context: int  # tokens that the rows attend to, summed over the rows
     pairs: int  # of a token and one that it attends to
     logits: int  # positions whose logits are computed

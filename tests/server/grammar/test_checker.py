@@ -55,8 +55,9 @@ async def test_deep_grammar_fails_at_most_its_own_request(name, gate):
     assert gate.checker._process.pid == pid, "the checker's process has died"
 
 
-async def test_grammar_that_fails_after_its_forced_beginning_is_refused_before_the_engine_has_it(gate):
+async def test_grammar_that_fails_after_its_forced_beginning_is_refused_before_the_engine_has_it(monkeypatch, gate):
     """The engine would take half a second for it between two steps, each time."""
+    monkeypatch.setattr(gate_module, "SLOW_S", 60.0)  # on a slow machine it would be refused for its time
     for text in (
         DEEP["repeated rules"][1](),
         rule_chain("({})+", length=300),

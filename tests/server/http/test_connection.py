@@ -10,6 +10,7 @@ import httpx
 import pytest
 import uvloop
 
+from server.http.connection import Connection
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
 from tests.live import WAIT_S
 from tests.server.http.hostile import MB, head
@@ -113,19 +114,32 @@ def test_blank_lines_are_no_next_request(sockets):
     sockets(use, {"timeout_keep_alive": 1})
 
 
-def test_a_request_whose_head_came_in_two_pieces_is_answered_to_its_end(sockets):
+def test_a_request_whose_head_came_in_two_pieces_is_answered_to_its_end(sockets, monkeypatch):
+    connections = []
+    made = Connection.connection_made
+
+    def noted(self, transport):
+        connections.append(self)
+        made(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", noted)
+
     async def use(connect, app, engine):
-        engine.delay = 0.05
-        body = json.dumps({"prompt": "a", "max_tokens": 40}).encode()
-        whole = head(JSON, f"Content-Length: {len(body)}") + body
+        whole = head(JSON, f"Content-Length: {len(SHORT)}") + SHORT
         reader, writer = await connect()
         writer.write(whole + whole[:30])  # the first answer ends within the second head
         assert (await read_answer(reader))[0] == 200
+        idle = connections[-1].timeout_keep_alive_task
+        engine.hold()
         writer.write(whole[30:])
-        assert (await read_answer(reader))[0] == 200  # in twice the time after which an idle connection is closed
+        await until(lambda: len(engine.requests) == 2)
+        if not idle.cancelled():  # now an idle connection would be closed
+            connections[-1].timeout_keep_alive_handler()
+        engine.let_go()
+        assert (await read_answer(reader))[0] == 200
         writer.close()
 
-    sockets(use, {"timeout_keep_alive": 1})
+    sockets(use, {"timeout_keep_alive": 60})
 
 
 def test_a_half_closed_connection_gets_its_response_and_a_closed_one_is_dropped(sockets):

@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from tests.fakes import model_folder, serving
-from tests.live import WAIT_S, eventually
+from tests.live import WAIT_S, PacedServer, eventually
+from tests.paced import CHECK_S
 from tests.server.http.hostile import BODIES, MB, ODD, RAW
 from tests.server.wire import COMPLETIONS
 
@@ -55,6 +56,13 @@ class Bystander:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One that takes three times as long for a grammar: on a slow machine it refused others for their time, too."""
+    with PacedServer(env={CHECK_S: "3"}) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -136,6 +135,7 @@ async def test_dropped_lines_are_a_metric(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_server_with_an_unread_stderr_keeps_responding():
     held = held_port()
     port = held.getsockname()[1]
@@ -166,16 +166,14 @@ def test_a_server_with_an_unread_stderr_keeps_responding():
                 except httpx.TransportError:
                     return False
 
-            eventually(is_ready)
+            eventually(is_ready, 240)
             body = {"messages": QUESTION, "max_tokens": 1}
             # A line has some 250 bytes: 600 of them are more than the pipe holds.
             for _ in range(600):
                 assert client.post(CHAT, json=body).status_code == 200
             assert client.get("/live").status_code == 200
         child.terminate()
-        began = time.monotonic()
-        child.wait(60)
-        assert child.returncode == 0 and time.monotonic() - began < 30
+        assert child.wait(60) == 0
     finally:
         child.kill()
         child.communicate()

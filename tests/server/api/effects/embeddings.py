@@ -1,14 +1,12 @@
 """What the fields of a request for embeddings do."""
 
 import base64
-import concurrent.futures
 import struct
 
 import pytest
 from openai.types import embedding_create_params as params
 
-from tests.live import eventually
-from tests.server.api.effects.endpoint import WAITING, busy
+from tests.server.api.effects.endpoint import ask_out_of_turn
 from tests.server.api.effects.tokens import served
 from tests.server.wire import EMBEDDINGS
 
@@ -76,23 +74,7 @@ def truncation_side(e):
 
 
 def priority(e):
-    """One runs, and of two that wait the second to come is served first."""
-    done = []
-
-    def send(name, **more):
-        e.ask(**more)
-        done.append(name)
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        with busy(e.server):
-            # So long that the order is seen from here.
-            sent = [pool.submit(send, "later", input=LONG * 15, priority=5)]
-            eventually(lambda: e.server.metric(WAITING, reason="capacity") == 1)
-            sent.append(pool.submit(send, "sooner", priority=4))
-            eventually(lambda: e.server.metric(WAITING, reason="capacity") == 2)
-        for each in sent:
-            each.result()
-    assert done == ["sooner", "later"]
+    ask_out_of_turn(e)
 
 
 def cache_salt(e):

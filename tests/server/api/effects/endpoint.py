@@ -1,7 +1,9 @@
 """Sends requests that differ from a plain one in what a test is about, and reads what the answers tell."""
 
-import contextlib
+import concurrent.futures
+import json
 
+from tests.live import eventually
 from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE, chunks
 
 TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
@@ -25,14 +27,27 @@ WAITING = "vllm:num_requests_waiting_by_reason"
 END = 2  # <|im_end|> of the built-in model
 
 
-@contextlib.contextmanager
-def busy(server):
-    """A long answer is under way meanwhile: where one request runs at a time, all others wait."""
+def begun(server):
+    """The engine's requests, in the order of their first steps. Their ids count up as they come."""
+    text = server.steps.read_text()
+    steps = [json.loads(line) for line in text[: text.rfind("\n")].splitlines()]
+    return [*dict.fromkeys(id for step in steps for id, _ in step["rows"])]
+
+
+def ask_out_of_turn(e, **more):
+    """Send two requests while another one runs, and see that the second to come is served first."""
     body = {"prompt": "The captain", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    with server.client.stream("POST", COMPLETIONS, json=body) as answer:
-        lines = answer.iter_lines()  # held: an iterator that nobody has closes the connection
-        next(lines)
-        yield
+    with concurrent.futures.ThreadPoolExecutor(2) as pool, e.server.paced():
+        with e.client.stream("POST", COMPLETIONS, json=body) as answer:
+            lines = answer.iter_lines()  # held: an iterator that nobody has closes the connection
+            next(lines)
+            sent = []
+            for priority in (5, 4):
+                sent.append(pool.submit(e.ask, **more, priority=priority))
+                eventually(lambda: e.server.metric(WAITING, reason="capacity") == len(sent))
+        for each in sent:
+            each.result()
+    eventually(lambda: begun(e.server)[-2:] == sorted(begun(e.server))[:-3:-1])
 
 
 class Endpoint:

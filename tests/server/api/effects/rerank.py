@@ -1,11 +1,8 @@
 """What the fields of requests for rerank and score do; the chat template is `JUDGING` of test_capabilities.py."""
 
-import concurrent.futures
-
 import pytest
 
-from tests.live import eventually
-from tests.server.api.effects.endpoint import WAITING, Endpoint, busy
+from tests.server.api.effects.endpoint import Endpoint, ask_out_of_turn
 from tests.server.api.effects.tokens import served
 from tests.server.wire import RERANK, SCORE
 
@@ -96,22 +93,7 @@ def truncate_prompt_tokens(e):
 
 
 def priority(e):
-    """One runs, and of two that wait the second to come is served first."""
-    done = []
-
-    def send(name, **more):
-        e.ask(**more)
-        done.append(name)
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        with busy(e.server):
-            sent = [pool.submit(send, "later", **e.texts(LONG * 15), priority=5)]
-            eventually(lambda: e.server.metric(WAITING, reason="capacity") == 1)
-            sent.append(pool.submit(send, "sooner", priority=4))
-            eventually(lambda: e.server.metric(WAITING, reason="capacity") == 2)
-        for each in sent:
-            each.result()
-    assert done == ["sooner", "later"]
+    ask_out_of_turn(e)
 
 
 def cache_salt(e):

@@ -1,11 +1,9 @@
 """What the fields of `GenerationFields` and `CompletionFields` do; APIs that take only some of them name those."""
 
-import concurrent.futures
 import json
 import re
 
-from tests.live import eventually
-from tests.server.api.effects.endpoint import END, WAITING, busy
+from tests.server.api.effects.endpoint import END, ask_out_of_turn
 from tests.server.wire import CHAT, COMPLETIONS
 
 GREEDY_LIKE = {"temperature": 2.0, "max_tokens": 6}
@@ -165,22 +163,7 @@ def continuous_usage_stats(e):
 
 
 def priority(e):
-    """One runs, and of two that wait the second to come is served first."""
-    done = []
-
-    def send(name, tokens, **more):
-        e.ask(max_tokens=tokens, ignore_eos=True, **more)
-        done.append(name)
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        with busy(e.server):
-            sent = [pool.submit(send, "later", 600, priority=5)]  # so long that the order is seen from here
-            eventually(lambda: e.server.metric(WAITING, reason="capacity") == 1)
-            sent.append(pool.submit(send, "sooner", 4, priority=4))
-            eventually(lambda: e.server.metric(WAITING, reason="capacity") == 2)
-        for each in sent:
-            each.result()
-    assert done == ["sooner", "later"]
+    ask_out_of_turn(e, max_tokens=4)
 
 
 def cache_salt(e):

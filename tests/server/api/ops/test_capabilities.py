@@ -17,7 +17,7 @@ from server.http.body import models
 from server.http.fields import RefusedKinds, Wire, refused, table
 from server.settings import Settings
 from tests.fakes import FakeEngine
-from tests.live import Server
+from tests.live import PacedServer
 from tests.server.api.effects import EFFECTS, ENDPOINTS, HEADERS, KNOWN, LABELS, SDK_TYPES
 from tests.server.api.effects.endpoint import QUESTION, TOKENIZE, Endpoint
 from tests.server.api.effects.known import gaps
@@ -69,7 +69,10 @@ def server(tmp_path_factory):
     (folder.parent / "template.jinja").write_text(f"{JUDGING}{SPOKEN}{template}{{% endif %}}")
     flags = ["--chat-template", str(folder.parent / "template.jinja"), "--scheduling-policy", "priority"]
     names = ["--served-model-name", "own", "other"]
-    with Server(str(folder), *flags, *names, "--max-num-seqs", "1", "--dtype", "float32") as running:
+    steps = folder.parent / "steps.jsonl"
+    flags += ["--step-log", str(steps)]
+    with PacedServer(str(folder), *flags, *names, "--max-num-seqs", "1", "--dtype", "float32") as running:
+        running.steps = steps
         yield running
 
 

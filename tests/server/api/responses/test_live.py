@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.live import Server, eventually
+from tests.live import PacedServer, Server, eventually
 
 ADD = {
     "type": "function",
@@ -25,6 +25,12 @@ ADD = {
 
 class Sum(pydantic.BaseModel):
     result: int = pydantic.Field(ge=0, le=99)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with PacedServer() as running:
+        yield running
 
 
 def client_of(server):
@@ -89,19 +95,21 @@ def test_background_work_is_polled_and_cancelled(server, client):
     assert done.status in ("queued", "in_progress")
     eventually(lambda: client.responses.retrieve(done.id).status == "completed")
     assert "12" in client.responses.retrieve(done.id).output_text
-    long = client.responses.create(
-        model="builtin", input="Go on.", background=True, max_output_tokens=1500, extra_body={"ignore_eos": True}
-    )
-    eventually(lambda: client.responses.retrieve(long.id).status == "in_progress")
-    assert client.responses.cancel(long.id).status == "cancelled"
+    with server.paced():
+        long = client.responses.create(
+            model="builtin", input="Go on.", background=True, max_output_tokens=1500, extra_body={"ignore_eos": True}
+        )
+        eventually(lambda: client.responses.retrieve(long.id).status == "in_progress")
+        assert client.responses.cancel(long.id).status == "cancelled"
     eventually(lambda: server.metric("vllm:num_requests_running") == 0)
 
 
 def test_a_file_keeps_responses_over_a_killed_server(tmp_path):
     store = ["--response-store", str(tmp_path / "responses.db")]
-    with Server(*store) as first:
+    with PacedServer(*store) as first:
         client = client_of(first)
         kept = client.responses.create(model="builtin", input="What is 7 + 5?", temperature=0)
+        first.pace(0.02)
         lost = client.responses.create(
             model="builtin", input="Go on.", background=True, max_output_tokens=1500, extra_body={"ignore_eos": True}
         )

@@ -605,6 +605,7 @@ async def test_an_end_while_the_disk_hangs_comes_soon(tmp_path, monkeypatch, cap
 
 async def test_an_end_interrupts_a_statement_that_takes_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr("server.api.responses.store.CLOSE_S", 0.05)
+    monkeypatch.setattr("server.api.responses.store.INTERRUPT_S", 60.0)
     store = Store(tmp_path / "store.db", 100, 1 << 20)
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
     with contextlib.closing(store):

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from server.cli.commands.serve import SPARE_DESCRIPTORS
-from tests.live import Server, eventually
+from tests.live import RESTART_S, Server, eventually
 from tests.server.wire import CHAT, QUESTION
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FEW = 192  # open files that the server may have
 
@@ -41,7 +41,7 @@ def test_connections_beyond_the_bound_get_a_503_and_the_engine_can_be_restarted_
         eventually(lambda: _refused(server))
         os.kill(server.engine_pid, signal.SIGKILL)
         held.pop().close()  # frees a connection for the requests below
-        eventually(lambda: _state(server) == "ready", 60)
+        eventually(lambda: _state(server) == "ready", RESTART_S)
         assert server.process.poll() is None
     eventually(lambda: not _refused(server))
     response = server.client.post(CHAT, json={"messages": QUESTION, "max_tokens": 2})
