@@ -9,8 +9,6 @@ from tests import oracle
 from tests.models import FLOAT32_ONLY, MODELS
 
 EVERY = dict.fromkeys(oracle.SITUATIONS)
-# Half of the prompts of `make oracle`: transformers takes most of the time.
-LENGTHS = (2, 17, 31, 70)
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +30,6 @@ def test_trained_models_give_their_references(name, data):
 def test_random_models_give_the_tokens_of_transformers(name, tmp_path):
     dtype = "float32" if name in FLOAT32_ONLY else "float64"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    cases = oracle.generated(name, tmp_path / name, dtype, list(MODELS).index(name) + 1, LENGTHS)
+    cases = oracle.generated(name, tmp_path / name, dtype, seed=list(MODELS).index(name) + 1)
     found = oracle.check(tmp_path / name, dtype, cases, oracle.MAX_LEN.get(name))
     assert found == dict.fromkeys(EVERY, len(cases))
