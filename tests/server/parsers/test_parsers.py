@@ -594,7 +594,7 @@ def steps(formats: Formats, text: str) -> int:
 def test_time_is_linear_in_the_length_of_the_text(formats, unit):
     call = write(formats, "", "", [("find_ship", {"name": ""})])[:-20]
     for before in ("", call):
-        once, twice = (steps(formats, before + unit * (times * (400 // len(unit)))) for times in (1, 2))
+        once, twice = (steps(formats, before + unit * (times * (700 // len(unit)))) for times in (1, 2))
         assert twice <= 2.3 * once + 500  # the first characters cost more or less than those that follow
 
 
