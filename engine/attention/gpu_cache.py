@@ -12,6 +12,9 @@ from torch import Tensor
 from .backend import LayerCache
 from .layer import LARGEST, AttentionLayer
 
+LINE = 64  # numbers of 16 bits in a line of a GPU's cache
+MOST_NEAR = 32  # tokens of a block: `attend` brings eight blocks to the cache, if a part has as many
+
 
 class Shape(NamedTuple):
     """How a program of `attend` computes."""
@@ -19,6 +22,7 @@ class Shape(NamedTuple):
     keys: int  # that are multiplied at once
     warps: int
     stages: int  # of the loop over keys; the ids of blocks take two of them
+    is_early: bool = False  # keys and values come to the cache before the kernel before has ended
 
 
 class GPUCache(LayerCache):
@@ -58,7 +62,7 @@ def attend_constants(
     layer: AttentionLayer,
     queries: int,
     shape: Shape,
-    cached: tuple[int, int, bool],  # tokens of a block and of a part, and whether there are sinks
+    cached: tuple[int, bool, bool],  # tokens of a block, and whether rows have parts and the layer has sinks
     *,
     uniform: bool,
     is_scaled: bool,
@@ -71,10 +75,19 @@ def attend_constants(
         "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": block_size,
         "SPLIT": split, "SINKS": has_sinks, "QUERIES": queries, "ROWS": tile_rows(layer, queries), "TILE": shape.keys,
         "UNIFORM": uniform, "SKIP": is_large and queries > 1, "WINDOW": layer.window or 0,
-        "SOFTCAP": layer.softcap is not None, "SCALED": is_scaled, "num_warps": shape.warps, "num_stages": shape.stages,
+        "SOFTCAP": layer.softcap is not None, "SCALED": is_scaled,
+        "NEAR": near_lines(layer, block_size) if shape.is_early and not is_scaled else 0,
+        "num_warps": shape.warps, "num_stages": shape.stages,
         # Fused, a compiler may round parts that are added up in two places in two ways.
         "enable_fp_fusion": not uniform,
     }  # fmt: skip
+
+
+def near_lines(layer: AttentionLayer, block_size: int) -> int:
+    """Return the constant NEAR of `attend`: the lines of a head's share of a block, or 0."""
+    if layer.window is not None or block_size > MOST_NEAR:
+        return 0
+    return power_of_two(-(-block_size * (layer.head_dim + layer.v_head_dim) // LINE))
 
 
 def tile_rows(layer: AttentionLayer, queries: int) -> int:

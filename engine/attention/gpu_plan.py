@@ -12,14 +12,27 @@ from torch import Tensor
 from .backend import LayerCache
 from .metadata import AttentionMeta, Tables
 
-# Tokens of context per part of a row with one query. Fixed, so that a row's result does not depend on the other rows'
-# lengths. On an H200, with contexts of 1,024 tokens, parts of 128 are 13 % faster for one row and 10 % slower for 64,
-# parts of 512 are 6 % faster for 64 rows and 38 % slower for one.
+# Tokens of context per part of a row with one query. It depends on the number of rows alone, or a row's result would
+# depend on the other rows' lengths; beside contexts of more than 65,536 tokens it does. On an H200, with contexts of
+# 1,024 tokens, parts of 512 are 7 % faster for 64 rows and 66 % slower for one than these, and parts of 128 are 9 %
+# slower for 64 and 12 % faster for one: those of a step with few rows.
 SPLIT = 256
+FEW_ROWS = 8  # of which a step has parts of half as many tokens
 MAX_PARTS = 4096  # of one launch: bounds the memory for partial results
 ITEM = 8  # int32 numbers per work item, as the kernel reads them
 
 Kind = tuple[int | None, int]  # of layers that share launches: their window, and queries per item of a longer row
+
+
+def most_parts(rows: int, length: int) -> int:
+    """Return the largest number of parts of up to so many rows of one query, with contexts of `length` tokens."""
+    return max(rows * -(-length // SPLIT), min(rows, FEW_ROWS) * -(-length // (SPLIT // 2)))
+
+
+def _counts(lengths: NDArray[np.int32], window: int | None, split: int) -> NDArray[np.int32]:
+    """Return the number of parts of each context."""
+    counts: NDArray[np.int32] = -(-lengths // split)
+    return counts if window is None else counts - np.maximum(lengths - window, 0) // split
 
 
 class HostWork(NamedTuple):
@@ -29,11 +42,11 @@ class HostWork(NamedTuple):
     num_parts: int
 
     @classmethod
-    def of(cls, items: NDArray[np.int32], num_parts: int, meta: AttentionMeta) -> HostWork:
-        """Return the work of items, [items, ITEM]."""
+    def of(cls, items: NDArray[np.int32], num_parts: int, meta: AttentionMeta, split: int) -> HostWork:
+        """Return the work of items, [items, ITEM], with `split` tokens per part."""
         table = np.empty((len(items) + 1, ITEM), np.int32)
         table[0] = 0
-        table[0, :2] = len(items), meta.block_table.stride(0)
+        table[0, :3] = len(items), meta.block_table.stride(0), split
         table[1:] = items
         tensor = torch.from_numpy(table)
         # The copy of pageable memory would wait for the steps that the device has not computed yet.
@@ -42,7 +55,7 @@ class HostWork(NamedTuple):
     @classmethod
     def empty(cls, meta: AttentionMeta) -> HostWork:
         """Return the work of a launch without items."""
-        return cls.of(np.zeros((0, ITEM), np.int32), 0, meta)
+        return cls.of(np.zeros((0, ITEM), np.int32), 0, meta, SPLIT)
 
 
 class Work(NamedTuple):
@@ -61,10 +74,10 @@ class Launches(NamedTuple):
 
 
 class Plan:
-    """The work items of a step, made for the first layer of each kind."""
+    """The work items of a step, made for the first layer of each kind. `uniform`: see PagedGPU.invariant."""
 
-    def __init__(self, meta: AttentionMeta) -> None:
-        self.meta = meta
+    def __init__(self, meta: AttentionMeta, *, uniform: bool = False) -> None:
+        self.meta, self._uniform = meta, uniform
         self._on_host: dict[Kind, tuple[list[HostWork], list[HostWork]]] = {}
         self._launches: dict[Kind, Launches] = {}
 
@@ -101,9 +114,11 @@ class Plan:
         if not len(row):  # as in most steps of a long prompt
             return []
         length = lengths[row]
-        counts = -(-length // SPLIT)
-        if window is not None:
-            counts -= np.maximum(length - window, 0) // SPLIT
+        split = SPLIT if self._uniform or len(row) > FEW_ROWS else SPLIT // 2
+        counts = _counts(length, window, split)
+        if split < SPLIT and counts.sum() > MAX_PARTS:  # one launch would not do
+            split = SPLIT
+            counts = _counts(length, window, split)
         ends = counts.cumsum()
         rows = np.zeros((len(row), ITEM), np.int32)
         rows[:, 0], rows[:, 3], rows[:, 4] = row, counts, ends - counts
@@ -116,7 +131,7 @@ class Plan:
             items = rows[at:last].repeat(counts[at:last], axis=0)
             items[:, 4] -= before
             items[:, 2] = np.arange(total) - items[:, 4]
-            works.append(HostWork.of(items, total, self.meta))
+            works.append(HostWork.of(items, total, self.meta, split))
             at, before = last, before + total
         return works
 
@@ -129,4 +144,4 @@ class Plan:
         items[:, 1] = (np.arange(len(row)) - (counts.cumsum() - counts)[row]) * queries
         # Long items first, so that the last ones to end are short.
         order = np.lexsort((items[:, 1], row, items[:, 1] + (lengths - new)[row]))[::-1]
-        return [HostWork.of(items[order], 0, self.meta)]
+        return [HostWork.of(items[order], 0, self.meta, SPLIT)]

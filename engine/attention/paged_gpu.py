@@ -21,7 +21,7 @@ from ..kernels.launching import gpu_kernels, launch
 from . import gpu_plan
 from .backend import AttentionBackend, LayerCache
 from .gpu_cache import GPUCache, Shape, attend_constants, padded, tile_rows
-from .gpu_plan import ITEM, Plan
+from .gpu_plan import FEW_ROWS, ITEM, Plan
 from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta
 from .reference import Reference
@@ -50,8 +50,7 @@ DEPENDENT, NOT_DEPENDENT = {"DEPENDENT": True, "launch_pdl": True}, {"DEPENDENT"
 
 # Of rows of one query, which take the time in which their keys and values are read. With few rows a program reads much
 # at once; with many, programs of one warp need not wait for other warps.
-FEW_ROWS = 8
-FEW, MANY = Shape(128, 4, 3), Shape(32, 1, 4)
+FEW, MANY = Shape(128, 4, 3, is_early=True), Shape(32, 1, 4)
 CHUNK = Shape(128, 8, 3)  # of longer rows
 
 
@@ -115,11 +114,12 @@ class PagedGPU:
     ) -> int:
         """Return the bytes of partial results and of work items."""
         assert config.max_len and config.max_seqs and config.max_batched_tokens
-        parts = min(gpu_plan.MAX_PARTS, config.max_seqs * -(-config.max_len // gpu_plan.SPLIT))
+        of_one, of_all = (gpu_plan.most_parts(rows, config.max_len) for rows in (1, config.max_seqs))
+        parts = max(of_one, min(gpu_plan.MAX_PARTS, of_all))
         per_part = max(4 * layer.num_heads * (layer.v_head_dim + 2) + 4 * layer.num_kv_heads for layer in layers)
         queries = (queries_of(layer, dtype, uniform=config.batch_invariant, is_large=True) for layer in layers)
         kinds = len({*zip((layer.window for layer in layers), queries, strict=True)})
-        items = config.max_seqs * -(-config.max_len // gpu_plan.SPLIT) + config.max_batched_tokens
+        items = gpu_plan.most_parts(config.max_seqs, config.max_len) + config.max_batched_tokens
         return parts * per_part + kinds * items * ITEM * 4
 
     @classmethod
@@ -147,7 +147,7 @@ class PagedGPU:
         return GPUCache(layer, block_size, tensor, None if sinks is None else sinks.float().contiguous())
 
     def plan(self, meta: AttentionMeta) -> Plan:
-        return Plan(meta)
+        return Plan(meta, uniform=self.invariant)
 
     def kernel_address(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int | None:
         return None
@@ -210,10 +210,10 @@ class PagedGPU:
         kernels, layer, meta, uniform = gpu_kernels("attention"), cache.layer, plan.meta, self.invariant
         device, dtype, tokens = q.device, q.dtype, q.shape[0]
         out = q.new_empty(tokens, layer.num_heads, layer.v_head_dim)
-        part, is_large, dependent = gpu_plan.SPLIT, has_large_memory(device), dependence(device)
+        is_large, dependent = has_large_memory(device), dependence(device)
         queries, table = queries_of(layer, dtype, uniform=uniform, is_large=is_large), plan.tables(cache).block_table
         launches = plan.launches((layer.window, queries))
-        kinds = ((launches.decodes, queries if uniform else 1, part), (launches.chunks, queries, part * uniform))
+        kinds = ((launches.decodes, queries if uniform else 1, True), (launches.chunks, queries, uniform))
         traits = {"uniform": uniform, "is_scaled": cache.is_scaled, "is_large": is_large}
         for works, most, split in kinds:
             for work in works:
@@ -324,11 +324,14 @@ def programs(items: int, kv_heads: int, queries: int, device: torch.device) -> i
     if device.type != "cuda":
         return min(items, 3)
     most = PROGRAMS if queries == 1 else CHUNK_PROGRAMS
-    return max(1, min(items, most * _multiprocessors(device) // kv_heads))
+    return max(1, min(items, most * multiprocessors(device) // kv_heads))
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU; without one some."""
+    if device.type != "cuda":
+        return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

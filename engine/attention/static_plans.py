@@ -32,9 +32,9 @@ class StaticPlans:
         uniform: bool = False,  # see PagedGPU.invariant
     ) -> None:
         self._meta = meta
-        self._parts_per_row = -(-meta.max_seq // gpu_plan.SPLIT)
         # As many as one launch has, see Plan: a single row may have more than MAX_PARTS.
-        most = max(self._parts_per_row, min(gpu_plan.MAX_PARTS, len(meta.seq_lens) * self._parts_per_row))
+        of_one, of_all = (gpu_plan.most_parts(rows, meta.max_seq) for rows in (1, len(meta.seq_lens)))
+        most = max(of_one, min(gpu_plan.MAX_PARTS, of_all))
         device = meta.block_table.device
         is_large = has_large_memory(device)
         queries = [queries_of(layer, dtype, uniform=uniform, is_large=is_large) for layer in layers]
@@ -51,7 +51,7 @@ class StaticPlans:
 
         There is nothing to attend to before `load`.
         """
-        count = min(self._max_parts, tokens * self._parts_per_row)
+        count = min(self._max_parts, gpu_plan.most_parts(tokens, self._meta.max_seq))
         launches = {
             # The workspace for partial results must not grow later, so each launch reserves all of it.
             kind: Launches(

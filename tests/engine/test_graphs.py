@@ -247,7 +247,7 @@ def test_a_step_of_several_launches_of_decodes_is_not_replayed(monkeypatch):
     assert len(several.on_host(kind)[0]) == 3
     assert plans.takes(one) and not plans.takes(several)
     (work,) = plans.plan(1, has_chunks=False).launches(kind).decodes
-    assert work.num_parts == len(work.table) - 1 == 12, "the workspace has room for what the table can name"
+    assert work.num_parts == len(work.table) - 1 == 24, "the workspace has room for what the table can name"
 
 
 def test_the_items_of_a_step_replace_those_of_the_one_before():

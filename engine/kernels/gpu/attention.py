@@ -4,9 +4,10 @@ A block of the cache holds for each KV head its keys, then its values, and in in
 Strides count numbers of the tensor that they belong to. Sums are in float32.
 
 `attend` computes the softmax online as in Dao 2023, "FlashAttention-2". Its programs take work items from a list that
-the host makes, because it knows the length of every row. A row of one query is split over its context into parts of a
-fixed size; the program that finishes the last part adds all of them up in their order. So the result of a row depends
-on the other rows of a step only as far as their number decides the kernel's constants, see attend_shape.
+the host makes, because it knows the length of every row. A row of one query is split over its context into parts of one
+size; the program that finishes the last part adds all of them up in their order. So the result of a row depends on the
+other rows of a step only as far as their number decides that size, see gpu_plan.py, and the kernel's constants, see
+attend_shape.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .prefetching import prefetch_near
+from .prefetching import prefetch, prefetch_near
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# int32 numbers per work item; the first item is the header: the number of items, and the blocks per row of the table.
+# int32 numbers per work item; the first item is the header: the number of items, the blocks per row of the table, and
+# the tokens of a part.
 ITEM = tl.constexpr(8)
+LINE = tl.constexpr(64)  # numbers of 16 bits in a line of the cache
+AHEAD = tl.constexpr(8)  # blocks of a part whose keys and values come to the cache before
 
 
 @triton.jit
@@ -126,24 +130,26 @@ def attend(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
     V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, UNIFORM: tl.constexpr, SKIP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr, DEPENDENT: tl.constexpr,
+    SINKS: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr, NEAR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend causally from the queries of work items, for the KV head of the program.
 
     q: [tokens, HEADS, DIM]. out: [tokens, HEADS, V_DIM]. table: [rows, blocks]. starts: [rows + 1], a prefix sum.
     lengths: [rows] tokens in the cache, new ones included. work: items of (row, first query, part, number of parts,
-    index of the first part among all). SPLIT: tokens per part; 0: rows are not split. An item has QUERIES queries, as
+    index of the first part among all). SPLIT: whether rows are split. An item has QUERIES queries, as
     far as its row has more. sums: [parts, HEADS, V_DIM] and weights: [parts, HEADS, 2] hold the parts' results;
     arrived: [parts, KV_HEADS] counts them and is zero before and after. ROWS >= QUERIES * HEADS // KV_HEADS is the
     height of a tile. UNIFORM: an item with 0 parts is its whole context, in parts that are added up as those of several
     items are, so that a token's sums have one order whatever its row is. SKIP: do not mask the keys of tiles that all
-    queries see, which changes no result. WIDEN: multiply in float32, as the interpreter must. DEPENDENT as in
-    skinny.multiply.
+    queries see, which changes no result. WIDEN: multiply in float32, as the interpreter must. NEAR: a power of two,
+    the lines of 64 numbers of a head's share of a block, which come to the cache before; 0: they do not. DEPENDENT as
+    in skinny.multiply.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0)  # first, so that programs without items start after those that have one
     count = tl.load(work_ptr)
     table_row = tl.load(work_ptr + 1)
+    split = tl.load(work_ptr + 2)
     if DEPENDENT:
         # The step's inputs were there before its first kernel began: those of the first item come to the cache while
         # this one waits.
@@ -152,7 +158,18 @@ def attend(
             row = tl.load(ahead)
             prefetch_near(starts_ptr + row)
             prefetch_near(lengths_ptr + row)
-            prefetch_near(table_ptr + row.to(tl.int64) * table_row + tl.load(ahead + 2) * (SPLIT // BLOCK))
+            table_ahead = table_ptr + row.to(tl.int64) * table_row
+            first_block = tl.load(ahead + 2) * split // BLOCK
+            prefetch_near(table_ahead + first_block)
+            if NEAR:
+                # Keys and values, too: of a part without a window, up to the last block that the row has.
+                SHARE: tl.constexpr = BLOCK * (DIM + V_DIM)  # numbers of a head in a block
+                last_block = tl.maximum(tl.load(lengths_ptr + row) - 1, 0) // BLOCK
+                last_block = tl.minimum(last_block, first_block + tl.maximum(split // BLOCK, 1) - 1)
+                block = tl.minimum(first_block + tl.arange(0, AHEAD), last_block)
+                at = tl.load(table_ahead + block).to(tl.int64) * cache_block + kv_head * cache_head
+                number = tl.minimum(tl.arange(0, NEAR) * LINE, SHARE - 1)
+                prefetch(cache_ptr + at[:, None] + number[None, :])
         gdc_wait()
         gdc_launch_dependents()
     m = tl.arange(0, ROWS)
@@ -186,16 +203,16 @@ def attend(
             parts = tl.load(work + 3)
             base = tl.load(work + 4)
             # Parts are counted from the one in which the window begins.
-            low = (begin // SPLIT + part) * SPLIT
+            low = (begin // split + part) * split
         if UNIFORM:
             top = tl.full([ROWS], float("-inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             values = tl.zeros([ROWS, V_DIM_P], tl.float32)
             if parts > 0:
-                end = tl.minimum(end, low + SPLIT)
-            for since in range(low, end, SPLIT):
+                end = tl.minimum(end, low + split)
+            for since in range(low, end, split):
                 its_top, its_total, its_values = _attended(
-                    q, position, first, last, tl.maximum(begin, since), tl.minimum(end, since + SPLIT), cache_at,
+                    q, position, first, last, tl.maximum(begin, since), tl.minimum(end, since + split), cache_at,
                     scales_at, table_at, scale, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P,
                     BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP, SCALED, WIDEN,
                 )  # fmt: skip
@@ -203,7 +220,7 @@ def attend(
         else:
             if SPLIT:
                 begin = tl.maximum(begin, low)
-                end = tl.minimum(end, low + SPLIT)
+                end = tl.minimum(end, low + split)
             top, total, values = _attended(
                 q, position, first, last, begin, end, cache_at, scales_at, table_at, scale, softcap, cache_block,
                 scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP, SCALED, WIDEN,
@@ -227,23 +244,23 @@ def attend(
                     total = tl.zeros([ROWS], tl.float32)
                     values = tl.zeros([ROWS, V_DIM_P], tl.float32)
                     # Several are loaded at once, as far as no registers spill: a load takes longer than the sums.
-                    AHEAD: tl.constexpr = 1 if ROWS * V_DIM_P > 4096 else 4 if ROWS * V_DIM_P > 1024 else 2
+                    AT_ONCE: tl.constexpr = 1 if ROWS * V_DIM_P > 4096 else 4 if ROWS * V_DIM_P > 1024 else 2
                     stop = (base + parts).to(tl.int64) * HEADS
-                    for other in range(0, parts, AHEAD):
+                    for other in range(0, parts, AT_ONCE):
                         index = (base + other).to(tl.int64) * HEADS + head
                         a_top, a_total, a_values = _stored(weights_ptr, sums_ptr, index, stop, e, valid, V_DIM)
-                        if AHEAD > 1:
+                        if AT_ONCE > 1:
                             index += HEADS
                             b_top, b_total, b_values = _stored(weights_ptr, sums_ptr, index, stop, e, valid, V_DIM)
-                        if AHEAD > 2:
+                        if AT_ONCE > 2:
                             index += HEADS
                             c_top, c_total, c_values = _stored(weights_ptr, sums_ptr, index, stop, e, valid, V_DIM)
                             index += HEADS
                             d_top, d_total, d_values = _stored(weights_ptr, sums_ptr, index, stop, e, valid, V_DIM)
                         top, total, values = _merged(top, total, values, a_top, a_total, a_values)
-                        if AHEAD > 1:
+                        if AT_ONCE > 1:
                             top, total, values = _merged(top, total, values, b_top, b_total, b_values)
-                        if AHEAD > 2:
+                        if AT_ONCE > 2:
                             top, total, values = _merged(top, total, values, c_top, c_total, c_values)
                             top, total, values = _merged(top, total, values, d_top, d_total, d_values)
         if missing == 0:

@@ -145,9 +145,6 @@ def rotate_store(
     The numbers of a head keep their order, also in the cache. decoder_layer.py separates alternating ones, which gives
     the same scores; no cache has keys of both.
     """
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = DIM // 2
@@ -156,6 +153,18 @@ def rotate_store(
     kv_head = tl.program_id(1)
     i = tl.arange(0, HALF_P)
     live = i < HALF
+    # The step's inputs were there before its first kernel began, and the angles before that.
+    if TURNED:
+        position = tl.load(positions_ptr + token)
+        angle = angles_ptr + position * TURNED + i
+        cos = tl.load(angle, mask=i < PAIRS, other=1.0)[None, :]
+        sin = tl.load(angle + PAIRS, mask=i < PAIRS, other=0.0)[None, :]
+        if PERIOD:
+            q_scale = tl.load(q_scales_ptr + position // PERIOD).to(tl.float32)
+    slot = tl.load(slots_ptr + token)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     # The places in a head of the two numbers of pair i; pairs that are not rotated follow those that are.
     if INTERLEAVED:
         a_place = 2 * i
@@ -167,11 +176,6 @@ def rotate_store(
         a_place = i + tl.where(i < PAIRS, 0, PAIRS)
         b_place = i + tl.where(i < PAIRS, PAIRS, HALF)
     line = qkv_ptr + token * qkv_token
-    if TURNED:
-        position = tl.load(positions_ptr + token)
-        angle = angles_ptr + position * TURNED + i
-        cos = tl.load(angle, mask=i < PAIRS, other=1.0)[None, :]
-        sin = tl.load(angle + PAIRS, mask=i < PAIRS, other=0.0)[None, :]
 
     if NORM or TURNED:
         group = tl.arange(0, GROUP_P)[:, None]
@@ -184,13 +188,11 @@ def rotate_store(
         if TURNED:
             a, b = _rotated(a, b, cos, sin, DTYPE, WIDE_TURN)
             if PERIOD:
-                q_scale = tl.load(q_scales_ptr + position // PERIOD).to(tl.float32)
                 a = a.to(tl.float32) * q_scale
                 b = b.to(tl.float32) * q_scale
         tl.store(q_at + a_place[None, :], a.to(DTYPE), mask=mask)
         tl.store(q_at + b_place[None, :], b.to(DTYPE), mask=mask)
 
-    slot = tl.load(slots_ptr + token)
     if (OWN > 0) & (slot >= 0):
         block = slot // BLOCK
         offset = slot % BLOCK
