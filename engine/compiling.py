@@ -22,12 +22,13 @@ from .models import ModelSpec, gpu_experts, on_gpu, skinny
 from .models.decoder_layer import Layer
 from .models.experts import Experts
 from .models.family import BEFORE
+from .models.gpu_coded import CodedRows
 from .models.gpu_layers import add
-from .models.gpu_weights import CodedRows
 from .models.layer_inputs import LayerInputs
 from .models.layers import InFile, Linear
 from .models.norms import RMSNorm, make_norm
 from .models.rope import Rotary
+from .models.single import Single
 from .models.skinny import CANDIDATES, candidates
 from .runner.triton_logits import FIELDS, TritonLogits
 
@@ -80,7 +81,7 @@ def _attend(
 
 
 def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
-    """Yield the jobs of a decoder's layers beside attention; gpu_weights.objection compiles products with quantized
+    """Yield the jobs of a decoder's layers beside attention; weight_trial.objection compiles products with quantized
     weights, but for those of routed experts."""
     decoder = spec.decoder
     assert decoder is not None
@@ -126,9 +127,9 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
         wide = [head, *(mixture.router for mixture in experts)]
         linears = [] if spec.on_gpu else [linear for each in layers for linear in each.linears]
         linears += [] if spec.on_gpu else [linear for mixture in experts for linear in mixture.shared or ()]
-        for tile in uniform.values():
-            yield partial(_products, [*linears, *small], tile, None)
-            yield partial(_products, wide, tile, torch.float32)
+        for alike in uniform.values():
+            yield partial(_products, [*linears, *small], alike, None)
+            yield partial(_products, wide, alike, torch.float32)
     elif spec.dtype != torch.float32:
         for tile in dict.fromkeys(itertools.chain(*CANDIDATES.values())):
             yield partial(_products, [head], tile, torch.float32)
@@ -136,9 +137,12 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
         after = [(layer.qkv, attention_norm), *((each.gate_up, mlp_norm) for each in with_mlp)]
         for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("gate_up", rows, META)):
             for linear, norm in after:
-                yield partial(_after_norm, linear, tile, numbers(FEW, linear), norm, activation)
+                yield partial(_after_norm, linear, tile, numbers(_rows(tile), linear), norm, activation=activation)
+                if isinstance(tile, Single):  # after a product that torch has computed, whose result is added first
+                    x = numbers(1, linear)
+                    yield partial(_after_norm, linear, tile, x, norm, added=x, activation=activation)
         for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("down", rows, META)):
-            yield partial(_before_residuals, (layer.output, *(each.down for each in with_mlp)), tile, FEW)
+            yield partial(_before_residuals, (layer.output, *(each.down for each in with_mlp)), tile, _rows(tile))
     for mixture in experts:
         is_wide = spec.dtype != torch.float32 and (mixture.router.bias is None or config.batch_invariant)
         for stored in _as_stored(mixture, spec, activation):
@@ -163,17 +167,30 @@ def _as_stored(experts: Experts, spec: ModelSpec, activation: str) -> Iterator[E
         yield stored
 
 
-def _products(linears: Sequence[Linear], tile: skinny.Tile, dtype: torch.dtype | None) -> None:
+def _rows(tile: skinny.AnyTile) -> int:
+    """Return a number of rows for which a kernel is compiled."""
+    return 1 if isinstance(tile, Single) else FEW
+
+
+def _products(linears: Sequence[Linear], tile: skinny.AnyTile, dtype: torch.dtype | None) -> None:
     for linear in linears:  # mostly of the same kernel
-        x = torch.empty(FEW, linear.weight.shape[1], dtype=linear.weight.dtype, device=META)
+        x = torch.empty(_rows(tile), linear.weight.shape[1], dtype=linear.weight.dtype, device=META)
         skinny.multiply(x, linear.weight, tile, bias=linear.bias, dtype=dtype)
 
 
-def _after_norm(linear: Linear, tile: skinny.Tile, x: Tensor, norm: RMSNorm | None, activation: str) -> None:
-    on_gpu.after_norm(linear, tile, x, None, norm, activation=activation)
+def _after_norm(
+    linear: Linear,
+    tile: skinny.AnyTile,
+    x: Tensor,
+    norm: RMSNorm | None,
+    *,
+    added: Tensor | None = None,
+    activation: str,
+) -> None:
+    on_gpu.after_norm(linear, tile, x, added, norm, activation=activation)
 
 
-def _before_residuals(linears: Sequence[Linear], tile: skinny.Tile, rows: int) -> None:
+def _before_residuals(linears: Sequence[Linear], tile: skinny.AnyTile, rows: int) -> None:
     for linear in linears:
         x, residual = (
             torch.empty(rows, size, dtype=linear.weight.dtype, device=META) for size in linear.weight.shape[::-1]

@@ -25,7 +25,7 @@ def test_there_are_mutants_of_each_part():
     assert len(MUTANTS) >= 40 and len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     files = {mutant.file for mutant in MUTANTS}
     assert {f"engine/{name}.py" for name in ("scheduler", "blocks", "client", "supervisor", "runner/sampler")} <= files
-    kernels = ("attention", "layers", "matmul", "shortlist", "skinny", "storing")
+    kernels = ("attention", "layers", "matmul", "shortlist", "single", "skinny", "storing")
     assert {f"engine/kernels/gpu/{name}.py" for name in kernels} <= files
 
 

@@ -22,7 +22,8 @@ from engine.build import Built, build
 from engine.config import EngineConfig
 from engine.models.decoder import Decoder
 from engine.models.on_gpu import measured
-from engine.models.skinny import CANDIDATES, Tile, is_measurable
+from engine.models.single import Single
+from engine.models.skinny import CANDIDATES, AnyTile, is_measurable
 from engine.runner import Step
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.scheduler import Scheduler
@@ -200,11 +201,13 @@ def quantized(built: Built) -> Iterator[dict[str, Any]]:
             tiles = linear.quantized.parts[0].tiles
             yield {
                 "measurement": f"{part}, tiles",
-                **{f"{most} rows": str(tuple(tile)) for most, tile in tiles.items()},
+                **{f"{most} rows": "dequantized" if tile is None else str(tuple(tile)) for most, tile in tiles.items()},
             }
 
 
-def _label(tile: Tile) -> str:
+def _label(tile: AnyTile) -> str:
+    if isinstance(tile, Single):
+        return f"one row, {tile.warps} warps, {tile.numbers} numbers"
     parts = f", {tile.parts} parts" if tile.parts > 1 else ""
     return f"tiles of {tile.rows} by {tile.columns}, {tile.warps} warps, {tile.stages} stages{parts}"
 

@@ -23,8 +23,9 @@ from torch.nn import functional as F
 from engine.kernels.launching import use_device
 from engine.models.gpu_form import ROUNDED, Form
 from engine.models.gpu_tiles import TILES, Tile
-from engine.models.gpu_weights import GPUProduct, objection, random_weight, relative
+from engine.models.gpu_weights import GPUProduct, random_weight, relative
 from engine.models.measured_tiles import fastest
+from engine.models.weight_trial import objection
 from engine.roofline import BYTES, read_rate
 
 from .kernels import seconds_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..files import LIST_BYTES, read_file
 from ..kernels.blocks import PIECE_NUMBERS
 from ..kernels.matmul import BlockRows, Parts
-from ..models.gpu_weights import CodedRows
+from ..models.gpu_coded import CodedRows
 from ..models.weights import Checkpoint, Entry
 from ..types import ModelError
 from .folder import TENSORS

@@ -17,7 +17,7 @@ from .decoder_spec import sinks_name
 from .executor import CapturedHead, Eager, Executor
 from .forward import Forward, Outputs
 from .fused import Fused
-from .gpu_weights import CodedRows
+from .gpu_coded import CodedRows
 from .importance import ROWS, of_hidden
 from .layer_inputs import LayerInputs
 from .layers import InFile, Linear, Quantization, softcap

@@ -14,8 +14,9 @@ from torch import Tensor
 from ..kernels.matmul import Parts
 from ..quantized.config import parse
 from ..quantized.forms import form_of
+from .gpu_coded import CodedPiece, CodedRows
 from .gpu_form import Form
-from .gpu_weights import FLOAT8_NAN, CodedPiece, CodedRows
+from .gpu_weights import FLOAT8_NAN
 from .spec import ModelSpec
 from .weights import Checkpoint
 

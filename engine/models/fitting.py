@@ -11,7 +11,7 @@ from ..config import EngineConfig
 from ..kernels.library import Choice, choose
 from ..quantized.config import count_blocks, parse
 from ..types import ConfigError
-from . import gpu_weights
+from . import weight_trial
 from .gpu_form import Form
 from .gpu_weights import is_gpu
 from .precision import BITS
@@ -28,7 +28,7 @@ def fit(spec: ModelSpec, config: EngineConfig, device: torch.device, checkpoint:
     """
     setting = _setting(config)
     if is_gpu(device, setting) and spec.quantization in BITS:
-        if reason := gpu_weights.objection(spec.forms, spec.dtype, device, spec.vocab_size):
+        if reason := weight_trial.objection(spec.forms, spec.dtype, device, spec.vocab_size):
             name = f"`quantization={spec.quantization}`"
             raise ConfigError(f"{name} makes weights that {device} cannot compute with, so leave it out: {reason}")
         return replace(spec, on_gpu=True)
@@ -76,7 +76,7 @@ def _fit_gpu(spec: ModelSpec, device: torch.device, checkpoint: Checkpoint | Non
             coded += [(each, count, columns) for each, count in zip(forms, rows, strict=True) if each is not None]
     if not coded:
         return _dequantized(spec)
-    if reason := gpu_weights.objection(coded, spec.dtype, device, spec.vocab_size):
+    if reason := weight_trial.objection(coded, spec.dtype, device, spec.vocab_size):
         return replace(_dequantized(spec), objection=reason)
     _, dequantized = count_blocks(linears, name, stored.scheme)
     return replace(
@@ -91,7 +91,7 @@ def _fit_gguf(spec: ModelSpec, device: torch.device) -> ModelSpec:
     in_blocks: Counter[str] = Counter()
     for name, count in spec.in_blocks.items():
         in_blocks[stored_type(name)] += count
-    if reason := gpu_weights.objection(spec.forms, spec.dtype, device, spec.vocab_size):
+    if reason := weight_trial.objection(spec.forms, spec.dtype, device, spec.vocab_size):
         raise ConfigError(f"{device} cannot compute with weights of a GGUF file, so use safetensors: {reason}")
     return replace(spec, in_blocks=dict(in_blocks), on_gpu=True)
 

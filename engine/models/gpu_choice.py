@@ -56,13 +56,14 @@ def choose(
     if product.is_uniform:
         problem = invariance.settle(*parts, linears=linears, project=project)
         product = replace(product, note=problem or "", is_proven=problem is None)
-    elif isinstance(found := on_gpu.choose(*parts), str):
-        product = replace(product, note=f"torch computes all products: {found}")
     else:
-        choices = found
-        on_gpu.choose_head(head)
         mine = {head, *(linear for layer in parts[2] for linear in layer.linears)}
         measured_tiles.choose((linear.quantized for linear in mine if linear.quantized is not None), parts[0].dtype)
+        if isinstance(found := on_gpu.choose(*parts), str):
+            product = replace(product, note=found)
+        else:
+            choices = found
+            on_gpu.choose_head(head)
     return OnGPU(*parts, choices=choices), product
 
 

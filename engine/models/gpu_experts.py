@@ -32,7 +32,7 @@ TILES = {
     skinny.ANY: skinny.Tile(128, 64, 8, 3, columns=64, shared=8),
 }
 # The same with quantized weights.
-QUANTIZED_TILES = {8: gpu_tiles.TILES[16], skinny.ANY: gpu_tiles.TILES[64]}
+QUANTIZED_TILES = dict(zip((8, skinny.ANY), gpu_tiles.ROUTED_TILES, strict=True))
 
 
 class RoutedExperts:

@@ -12,8 +12,8 @@ from ..attention.gpu_cache import power_of_two, warps
 from ..attention.paged_gpu import dependence
 from ..kernels.launching import gpu_kernels, launch
 from .family import NormKind
+from .gpu_gates import Clamp, gate_constants
 from .norms import RMSNorm
-from .skinny import Clamp, gate_constants
 
 GATE_TILE = 1024
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .single import ROWS, Row
+
 
 class Tile(NamedTuple):
     """What a program of the kernel computes: rows of x and rows of the weight."""
@@ -17,36 +19,68 @@ class Tile(NamedTuple):
     warps: int
     stages: int  # one more than the steps that are loaded ahead
     slices: int = 1  # of a step
+    turned: bool = False  # see matmul.multiply
 
 
 # The largest number of rows of x that the kernel multiplies. With more, reading the weight is a small part of the work:
 # it is dequantized, and torch multiplies.
 MOST_ROWS = 256
-_MANY = Tile(64, 64, 4, 4), Tile(64, 64, 4, 3, 2), Tile(64, 128, 8, 3), Tile(64, 128, 8, 3, 2)
+_FEW = (
+    Tile(16, 64, 4, 6),
+    Tile(16, 64, 4, 4, 2),
+    Tile(16, 64, 4, 3, 4),
+    Tile(16, 32, 4, 3, 4),
+    Tile(16, 32, 2, 4, 2),
+    Tile(16, 128, 8, 3, 2),
+    Tile(16, 64, 4, 4, turned=True),
+    Tile(16, 64, 4, 3, 4, turned=True),
+)
+_SOME = (
+    Tile(32, 64, 4, 6),
+    Tile(32, 64, 4, 4, 2),
+    Tile(32, 64, 4, 3, 4),
+    Tile(32, 64, 4, 4, turned=True),
+    Tile(32, 64, 4, 3, 2, turned=True),
+    Tile(32, 128, 8, 4, turned=True),
+)
+_MANY = (
+    Tile(64, 64, 4, 4),
+    Tile(64, 64, 4, 3, 2),
+    Tile(64, 128, 8, 3, 2),
+    Tile(64, 64, 4, 4, turned=True),
+    Tile(64, 64, 4, 3, 2, turned=True),
+    Tile(64, 128, 8, 4, turned=True),
+    Tile(64, 128, 8, 3, 2, turned=True),
+)
 # The larger a tile of x is, the fewer programs convert the same numbers of the weight.
-_MORE = *_MANY, Tile(128, 64, 8, 4)
+_MORE = (
+    *_MANY,
+    Tile(128, 64, 8, 4),
+    Tile(128, 64, 4, 4, turned=True),
+    Tile(128, 128, 8, 4, turned=True),
+    Tile(128, 128, 8, 3, 2, turned=True),
+)
+AnyTile = Tile | Row  # a Row is for a single row of x alone
 # By the largest number of rows of x. The first one is used as long as nothing has been measured.
-CANDIDATES = {
-    16: (
-        Tile(16, 64, 4, 6),
-        Tile(16, 64, 4, 4, 2),
-        Tile(16, 64, 4, 3, 4),
-        Tile(16, 32, 4, 3, 4),
-        Tile(16, 32, 2, 4, 2),
-        Tile(16, 128, 8, 3, 2),
-    ),
-    32: (Tile(32, 64, 4, 6), Tile(32, 64, 4, 4, 2), Tile(32, 64, 4, 3, 4)),
+CANDIDATES: Mapping[int, tuple[AnyTile, ...]] = {
+    1: (*ROWS, _FEW[0]),
+    16: _FEW,
+    32: _SOME,
     64: _MANY,
     128: _MORE,
     MOST_ROWS: _MORE,
 }
+# From so many rows on it is also tried to dequantize a weight for each product, as with more than MOST_ROWS.
+DEQUANTIZED_ROWS = 128
 LEAST_ROWS = 32  # of a weight in a tile
+Tiles = Mapping[int, AnyTile | None]  # None: the weight is dequantized
 # A row has the same bits in all products of one of these ranges.
-TILES: Mapping[int, Tile] = {most: tiles[0] for most, tiles in CANDIDATES.items()}
+TILES: Tiles = {most: tiles[0] for most, tiles in CANDIDATES.items()}
 # Of products of any number of rows, if a row must have the same bits in all of them.
-UNIFORM_TILE = TILES[MOST_ROWS]
+UNIFORM_TILE = _MANY[0]
+ROUTED_TILES = _FEW[0], _MANY[0]  # of few and of many pairs of an expert
 
 
-def tile_of(tiles: Mapping[int, Tile], rows: int) -> Tile:
+def tile_of(tiles: Tiles, rows: int) -> AnyTile | None:
     """Return the tile of a product of this many rows."""
     return next(tile for most, tile in tiles.items() if rows <= most or most == MOST_ROWS)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention.paged_gpu import MAX_ERROR, dependence, is_interpreted, lack
-from ..kernels.launching import META, Compiling, Job, gpu_kernels, launch
+from ..attention.paged_gpu import dependence, is_interpreted
+from ..kernels.launching import gpu_kernels, launch
 from . import scaled
 from .gpu_form import Form
-from .gpu_tiles import CANDIDATES, LEAST_ROWS, MOST_ROWS, TILES, UNIFORM_TILE, Tile, tile_of
+from .gpu_tiles import LEAST_ROWS, MOST_ROWS, TILES, UNIFORM_TILE, AnyTile, Tile, Tiles, tile_of
+from .norms import RMSNorm
 from .routing import Routed
+from .single import MOST_COLUMNS, QUAD, Row, multiply_quantized
 
 # The largest number of rows of x that the kernel multiplies where torch multiplies more in fp8.
 SCALED_ROWS = 64
@@ -28,7 +28,6 @@ PROGRAMS, MIN_SLICES = 256, 8
 PART_ROWS = 64  # of a weight, per program
 LOOKED_UP = 16  # rows per program of `dequantize` that are looked up
 DEQUANTIZED_ROWS, DEQUANTIZED_WARPS = 64, 4  # of a program for consecutive rows
-TRIAL_ROWS = 1024  # of a large weight
 FLOAT8_NAN = 0x7F  # without the sign
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -54,7 +53,7 @@ class GPUWeight:
         self._parts = max(1, min(PROGRAMS // -(-rows // PART_ROWS), self._slices // MIN_SLICES))
         self._arrived = torch.zeros(-(-rows // LEAST_ROWS), dtype=torch.int32, device=device)
         self._is_scaled = self._is_uniform = False
-        self._tiles: Mapping[int, Tile] = TILES
+        self._tiles: Tiles = TILES
 
     @property
     def can_scale(self) -> bool:
@@ -126,13 +125,17 @@ class GPUWeight:
                 plain = piece.contiguous().view(torch.float8_e4m3fn)
                 out[:, first:last] = scaled.product(numbers, plain, self._scales[0, first:last], bias[first:last])
         elif len(x) > MOST_ROWS and out.dtype == x.dtype:
-            step = max(1, PIECE_NUMBERS // self.columns)
-            for first in range(0, self.rows, step):
-                last = min(first + step, self.rows)
-                plain = self._numbers_of(None, first, last - first, x.dtype)
-                out[:, first:last] = F.linear(x, plain, bias[first:last])
+            self._dequantize(x, bias, out)
         elif len(x):
             self._launch(x, bias, out)
+
+    def _dequantize(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
+        """Do as `multiply`, by torch with plain numbers."""
+        step = max(1, PIECE_NUMBERS // self.columns)
+        for first in range(0, self.rows, step):
+            last = min(first + step, self.rows)
+            plain = self._numbers_of(None, first, last - first, x.dtype)
+            out[:, first:last] = F.linear(x, plain, bias[first:last])
 
     def lookup(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows of the weight, [n, columns], for ids: [n] int64."""
@@ -144,23 +147,57 @@ class GPUWeight:
         if len(x):
             self._run(x, bias, out, tile, tiles=routed.tiles, parts=1, routed=routed)
 
-    def use(self, tiles: Mapping[int, Tile]) -> None:
+    def use(self, tiles: Tiles) -> None:
         """Let the kernel multiply with these tiles, by the largest number of rows of x."""
         self._tiles = tiles
 
     @property
-    def tiles(self) -> Mapping[int, Tile]:
+    def tiles(self) -> Tiles:
         """Those of `use`."""
         return self._tiles
 
-    def multiply_in(self, tile: Tile, x: Tensor, bias: Tensor, out: Tensor) -> None:
+    def row(self, x: Tensor) -> Row | None:
+        """Return how the kernel for a single row multiplies x; None: it does not."""
+        if len(x) != 1 or self._is_uniform or x.dtype not in DTYPES or self.columns > MOST_COLUMNS:
+            return None
+        if self.columns % QUAD or x.storage_offset() % QUAD:
+            return None
+        tile = self._tiles[1]
+        return tile if isinstance(tile, Row) else None
+
+    def multiply_row(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        row: Row,
+        *,
+        residual: Tensor | None = None,
+        activation: str = "",
+        norm: RMSNorm | None = None,
+    ) -> None:
+        """Do as single.multiply_quantized, for x in the weight's order of columns."""
+        multiply_quantized(
+            x, self.tensors, self.form, row, out, bias=bias, residual=residual, activation=activation, norm=norm
+        )
+
+    def multiply_in(self, tile: AnyTile | None, x: Tensor, bias: Tensor, out: Tensor) -> None:
         """Do as `multiply`, with this tile."""
+        if isinstance(tile, Row):
+            self.multiply_row(x, bias, out, tile)
+            return
+        if tile is None:
+            self._dequantize(x, bias, out)
+            return
         tiles = -(-len(x) // tile.tokens)
         parts = self._parts if tiles == 1 and not self._is_uniform else 1  # several tiles are programs enough
         self._run(x, bias, out, tile, tiles=tiles, parts=parts)
 
     def _launch(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
-        self.multiply_in(UNIFORM_TILE if self._is_uniform else tile_of(self._tiles, len(x)), x, bias, out)
+        rows = len(x)
+        if rows == 1 and self.row(x) is None:
+            rows += 1  # the smallest of the other tiles
+        self.multiply_in(UNIFORM_TILE if self._is_uniform else tile_of(self._tiles, rows), x, bias, out)
 
     def _run(
         self, x: Tensor, bias: Tensor, out: Tensor, tile: Tile, *, tiles: int, parts: int, routed: Routed | None = None
@@ -174,7 +211,7 @@ class GPUWeight:
             x, *self.tensors, bias, out, sums, self._arrived, pairs, owners, places,
             tokens, self.rows, self.columns, self._slices, x.stride(0), out.stride(0),
             **self._constants(), TOKENS=tile.tokens, ROWS=tile.rows, STAGES=tile.stages, WIDEN=is_interpreted(),
-            FAN=fan, TOGETHER=tile.slices, num_warps=tile.warps, **dependence(x.device),
+            FAN=fan, TOGETHER=tile.slices, TURNED=tile.turned, num_warps=tile.warps, **dependence(x.device),
         )  # fmt: skip
 
     def _numbers_of(self, ids: Tensor | None, first: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -197,42 +234,6 @@ class GPUWeight:
         }  # fmt: skip
 
 
-class CodedPiece(NamedTuple):
-    """Rows of a weight in a quantized checkpoint, see GPUWeight.write."""
-
-    rows: slice
-    numbers: Tensor
-    zeros: Tensor | None
-    scales: Tensor
-
-
-class CodedRows(NamedTuple):
-    """A weight in a quantized checkpoint, in a form that a GPU computes with."""
-
-    form: Form
-    shape: tuple[int, ...]
-    read: Callable[[], tuple[Tensor | None, Iterator[CodedPiece]]]  # returns the order of columns, and the rows
-    num_bytes: int  # in files
-
-
-def load(parts: Sequence[CodedRows], device: torch.device) -> list[GPUWeight]:
-    """Read the parts of a weight to a GPU. Parts of one form and order of columns become one."""
-    found: list[GPUWeight] = []
-    for form, group in itertools.groupby(parts, lambda part: part.form):
-        same = [(part, *part.read()) for part in group]
-        for _, run in itertools.groupby(same, lambda each: None if each[1] is None else each[1].tolist()):
-            rows = list(run)
-            order = None if rows[0][1] is None else rows[0][1].to(device)
-            columns = rows[0][0].shape[1]
-            weight, first = GPUWeight(form, sum(part.shape[0] for part, *_ in rows), columns, device, order), 0
-            for part, _, pieces in rows:
-                for piece in pieces:
-                    weight.write(first + piece.rows.start, piece.numbers, piece.scales, piece.zeros)
-                first += part.shape[0]
-            found.append(weight)
-    return found
-
-
 class GPUProduct:
     """Computes x @ weight.T (+ bias) (+ residual) on a GPU, with a weight whose rows are quantized.
 
@@ -248,6 +249,7 @@ class GPUProduct:
         self._weights, self._dtype = parts, dtype
         self._result = torch.float32 if wide else dtype
         self.outputs = sum(part.rows for part in parts)
+        self._has_bias = bias is not None
         # Zeros instead of none: a kernel less that would have to be compiled, and tried.
         self._bias = torch.zeros(self.outputs, dtype=dtype, device=parts[0].device) if bias is None else bias
 
@@ -261,7 +263,35 @@ class GPUProduct:
         out = self._joined(x, GPUWeight.multiply)
         return out if residual is None else residual + out
 
-    def multiply_in(self, tile: Tile, x: Tensor) -> Tensor:
+    def fuses(self, x: Tensor, *, is_gated: bool) -> bool:
+        """Return whether `fused` takes x."""
+        is_one = len(self._weights) == 1 or not is_gated  # the rows of gate and up are in one weight
+        return is_one and all(each.order is None and each.row(x) is not None for each in self._weights)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        activation: str = "",
+        norm: RMSNorm | None = None,
+    ) -> Tensor:
+        """Return the product of a single row, or with an `activation` what is behind the gate; `residual`: the result
+        is added to it in place. `norm`: of x, before the product, see single.takes."""
+        out = residual
+        if out is None:
+            out = torch.empty(1, self.outputs // 2 if activation else self.outputs, dtype=self._result, device=x.device)
+        first = 0
+        for weight in self._weights:
+            last, row = first + weight.rows, weight.row(x)
+            assert row is not None
+            part, bias = out[:, first:last], self._bias[first:last] if self._has_bias else None
+            before = None if residual is None else part
+            weight.multiply_row(x, bias, part, row, residual=before, activation=activation, norm=norm)
+            first = last
+        return out
+
+    def multiply_in(self, tile: AnyTile | None, x: Tensor) -> Tensor:
         """Return the product by the kernel, with this tile."""
         return self._joined(x, lambda weight, *args: weight.multiply_in(tile, *args))
 
@@ -274,6 +304,11 @@ class GPUProduct:
             multiply(weight, x, self._bias[first:last], out[:, first:last])
             first = last
         return out
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether results are in float32, whatever the dtype of x."""
+        return self._result != self._dtype
 
     @property
     def can_scale(self) -> bool:
@@ -302,6 +337,11 @@ class GPUProduct:
         return self._bias
 
     @property
+    def has_bias(self) -> bool:
+        """Whether the layer has a bias."""
+        return self._has_bias
+
+    @property
     def kind(self) -> tuple[tuple[str, int, int], ...]:
         """What products have in common that take the same time: forms, rows and columns."""
         return tuple((weight.form.name, weight.rows, weight.columns) for weight in self._weights)
@@ -320,69 +360,6 @@ class GPUProduct:
 def is_gpu(device: torch.device, isa: str) -> bool:
     """Return whether Triton kernels compute on a device. In their interpreter they do on a CPU without our own."""
     return device.type == "cuda" or (is_interpreted() and isa == "torch")
-
-
-def objection(
-    shapes: Iterable[tuple[Form, int, int]], dtype: torch.dtype, device: torch.device, head: int
-) -> str | None:
-    """Return why a GPU cannot compute with weights of these forms, rows and columns, or None. The kernels are tried.
-
-    `head`: the number of rows of a weight whose results are wide. The compiled kernels are kept, so this costs a start
-    no more than their first use would.
-    """
-    if dtype not in DTYPES and not (is_interpreted() and dtype == torch.float32):
-        name = str(dtype).removeprefix("torch.")
-        return f"the Triton kernels for them compute in bfloat16 (`dtype=bfloat16`) and float16, not in {name}"
-    if reason := lack():
-        return reason
-    shapes = list(dict.fromkeys(shapes))
-    if device.type == "cuda":
-        compiling = Compiling({"weights": list(jobs(shapes, dtype, head))}, device)
-        compiling.wait("weights")
-    for form, rows, columns in shapes:
-        try:
-            error = _error(form, rows, columns, dtype, device, wide=rows == head)
-        except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
-            first = (str(problem).strip().splitlines() or [""])[0]
-            return f"the Triton kernels do not run on this device: {type(problem).__name__}: {first[:200]}"
-        if not error < MAX_ERROR[dtype]:
-            return f"the Triton kernels compute wrong results with {form.name} (relative error {error:.2g})"
-    return None
-
-
-def jobs(shapes: Iterable[tuple[Form, int, int]], dtype: torch.dtype, head: int) -> Iterator[Job]:
-    """Yield what compiles the kernels for weights of these forms, rows and columns, each kernel once."""
-    kinds = {}
-    for form, rows, columns in shapes:
-        sizes = rows, columns, form.slices(columns)  # Triton compiles 1, multiples of 16 and others apart
-        kinds[form, rows == head, tuple((size == 1, size % 16 == 0) for size in sizes)] = rows, columns
-    for (form, wide, _), (rows, columns) in kinds.items():
-        weight = GPUWeight(form, rows, columns, META)
-        product = GPUProduct([weight], None, dtype, wide=wide)
-        for tokens, tiles in CANDIDATES.items():
-            x = torch.empty(tokens, columns, dtype=dtype, device=META)
-            for tile in tiles:
-                yield partial(product.multiply_in, tile, x)
-        yield partial(product.lookup, torch.empty(LOOKED_UP, dtype=torch.int64, device=META))
-        yield partial(product, torch.empty(MOST_ROWS + 1, columns, dtype=dtype, device=META))
-
-
-@torch.inference_mode()
-def _error(form: Form, rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, wide: bool) -> float:
-    """Return the largest relative difference from torch's product with the same numbers, over the kernels' variants.
-
-    Of a large weight some rows are tried, with all columns.
-    """
-    rows = rows if rows < 2 * TRIAL_ROWS else TRIAL_ROWS + rows % TRIAL_ROWS
-    draw = torch.Generator(device).manual_seed(0)
-    weight, plain = random_weight(form, rows, columns, draw)
-    product = GPUProduct([weight], None, dtype, wide=wide)
-    ids = torch.arange(min(rows, LOOKED_UP + 1), device=device)
-    errors = [relative(product.lookup(ids), plain[ids])]
-    for tokens in (1, *(most + 1 for most in TILES)):
-        x = torch.randn(tokens, columns, generator=draw, device=device).to(dtype)
-        errors.append(relative(product(x), x.float() @ plain.T))
-    return max(errors)
 
 
 def random_weight(form: Form, rows: int, columns: int, draw: torch.Generator) -> tuple[GPUWeight, Tensor]:

@@ -25,10 +25,12 @@ from ..kernels.matmul import (
     unquantized,
 )
 from ..kernels.structures import Gate, Multiplied
-from .gpu_weights import CodedRows, GPUProduct, GPUWeight, load
+from .gpu_coded import CodedRows, load
+from .gpu_weights import GPUProduct, GPUWeight
 from .importance import after_gate
+from .norms import RMSNorm
 from .rounding import rounded
-from .skinny import Tile, Uniform, multiply, tile_of
+from .skinny import AnyTile, AsStored, Uniform, Way, multiply, tile_of
 
 # Rows for which torch reorders a weight: those of a decode step, where the order matters most.
 PACK_ROWS = 16
@@ -128,7 +130,7 @@ class Linear:
         self._reordered: Tensor | None = None  # torch's
         self._is_wide = False  # results in float32, on a GPU
         self._uniform: Uniform | None = None
-        self._few: Mapping[int, Tile | None] = {}  # by the largest number of rows, ascending
+        self._few: Mapping[int, AnyTile | None] = {}  # by the largest number of rows, ascending
 
     def defer(self) -> None:
         """Free the memory of the weight until `allocate`."""
@@ -260,11 +262,11 @@ class Linear:
         if self.quantized is not None:
             self.quantized.unify()
 
-    def use_for_few(self, tiles: Mapping[int, Tile | None]) -> None:
+    def use_for_few(self, tiles: Mapping[int, AnyTile | None]) -> None:
         """Let our kernel compute products on a GPU with few rows: by their largest number, ascending; None: torch."""
         self._few = tiles
 
-    def _tile(self, rows: int) -> Tile | None:
+    def _tile(self, rows: int) -> AnyTile | None:
         tiles = self._few if self._uniform is None else self._uniform
         return tile_of(tiles, rows) if tiles else None
 
@@ -286,14 +288,19 @@ class Linear:
     def few(
         self,
         x: Tensor,
-        tile: Tile,
+        way: Way,
         *,
         residual: Tensor | None = None,
         activation: str = "",
+        norm: RMSNorm | None = None,
     ) -> Tensor:
-        """Return the layer by our kernel for few rows on a GPU, see skinny.multiply; the layer must be plain."""
+        """Return the layer by our kernels for few rows on a GPU, see skinny.multiply; the layer must be plain, or for
+        AsStored quantized."""
+        if isinstance(way, AsStored):
+            assert self.quantized is not None
+            return self.quantized.fused(x, residual=residual, activation=activation, norm=norm)
         assert self.is_plain
-        return multiply(x, self.weight, tile, bias=self.bias, residual=residual, activation=activation)
+        return multiply(x, self.weight, way, bias=self.bias, residual=residual, activation=activation, norm=norm)
 
     @property
     def saved_bytes(self) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
 import torch
 
 from ..attention.paged_gpu import MAX_ERROR
-from .gpu_tiles import CANDIDATES, TILES, Tile
+from .gpu_tiles import CANDIDATES, DEQUANTIZED_ROWS, TILES, AnyTile, Tiles
 from .gpu_weights import GPUProduct, GPUWeight
 from .skinny import GAIN, MEASURED_BYTES, seconds
 
@@ -26,7 +26,7 @@ def choose(products: Iterable[GPUProduct], dtype: torch.dtype) -> None:
 
 
 @torch.inference_mode()
-def fastest(products: Sequence[GPUProduct], dtype: torch.dtype) -> Mapping[int, Tile]:
+def fastest(products: Sequence[GPUProduct], dtype: torch.dtype) -> Tiles:
     """Return the fastest tiles of products of one form and shape; TILES where nothing can be measured.
 
     The kernels have been compiled, and TILES have been tried.
@@ -42,12 +42,18 @@ def _is_measurable(weight: GPUWeight) -> bool:
     return not weight.is_uniform and weight.device.type == "cuda"
 
 
-def _fastest(products: Sequence[GPUProduct], rows: int, dtype: torch.dtype) -> Tile:
-    first, *others = CANDIDATES[rows]
+def _fastest(products: Sequence[GPUProduct], rows: int, dtype: torch.dtype) -> AnyTile | None:
+    first, *rest = CANDIDATES[rows]
+    others: list[AnyTile | None] = [*rest]
+    if rows >= DEQUANTIZED_ROWS and not products[0].is_wide:
+        others.append(None)
     part = products[0].parts[0]
     x = torch.randn(rows, part.columns, dtype=dtype, device=part.device)
+    if rows == 1 and part.row(x) is None:
+        return first
     want = products[0].multiply_in(first, x).double()
-    best, shortest = first, seconds([partial(each.multiply_in, first, x) for each in products], part.device)
+    best: AnyTile | None = first
+    shortest = seconds([partial(each.multiply_in, first, x) for each in products], part.device)
     for tile in others:
         with suppress(Exception):  # one that does not fit
             error = (products[0].multiply_in(tile, x).double() - want).norm() / want.norm()

@@ -1,9 +1,9 @@
 """The executor that computes a decoder's layers on a GPU: torch's matmuls, and our Triton kernels between them.
 
 A layer takes nine launches, and a tenth if the step has prompts beside decodes. With few rows our kernels may compute
-products as well, with the gate and the residual: eight launches. A layer of experts takes three more, and our kernels
-compute the experts' products for any number of rows. Norms of all heads together take two more, and an input
-of the layer's own five.
+products as well, with the gate and the residual: eight launches; of a single row with the norm, too: six. A layer of
+experts takes three more, and our kernels compute the experts' products for any number of rows. Norms of all heads
+together take two more, and an input of the layer's own five.
 decoder_layer.py computes the same in torch: it is used where these kernels cannot be, and it is the tests' oracle.
 """
 
@@ -23,7 +23,7 @@ from ..attention import AttentionMeta, KVCache, LayerCache
 from ..attention.gpu_plan import Plan
 from ..attention.paged_gpu import MAX_ERROR, HeadNorms, PagedGPU, Rotation, limitation
 from ..kernels.library import Kernels
-from . import gpu_experts
+from . import gpu_experts, stored_rows
 from .decoder_layer import Layer
 from .decoder_spec import DecoderSpec, sinks_name
 from .executor import Eager
@@ -32,16 +32,18 @@ from .family import BEFORE
 from .forward import Forward
 from .gpu_experts import RoutedExperts
 from .gpu_layers import add, add_norm, gated, normalize
+from .gpu_products import after_norm, before_residual, normalized, product
 from .gpu_weights import relative
 from .layer_inputs import LayerInput, LayerInputs
-from .layers import Gated, Linear
+from .layers import Linear
 from .norms import RMSNorm
 from .rope import Rotary
 from .skinny import (
+    AS_STORED,
     CANDIDATES,
     MEASURED_BYTES,
+    AnyTile,
     Choices,
-    Tile,
     Tiles,
     candidates,
     fastest,
@@ -158,48 +160,6 @@ def normalize_together(layer: Layer, qkv: Tensor) -> None:
         normalize(qkv, len(layer.q_norm.weight), layer.k_norm)
 
 
-def normalized(
-    x: Tensor, added: Tensor | None, norm: RMSNorm | None, after: RMSNorm | None, scale: Tensor | None = None
-) -> Tensor:
-    """Add to x [tokens, hidden_size] in place, and return its norm; None: x itself. `after`: the norm of what is
-    added. `scale`: that of the sum."""
-    if norm is not None:
-        return add_norm(x, added, norm, after, scale)
-    add(x, added, after, scale)
-    return x
-
-
-def product(linear: Linear, x: Tensor, activation: str) -> Tensor:
-    """Return the layer; if it is Gated with its activation."""
-    return gated(linear.product(x), activation) if isinstance(linear, Gated) else linear(x)
-
-
-def after_norm(
-    linear: Linear,
-    tile: Tile | None,
-    x: Tensor,
-    added: Tensor | None,
-    norm: RMSNorm | None,
-    *,
-    activation: str,
-    after: RMSNorm | None = None,
-    scale: Tensor | None = None,
-) -> Tensor:
-    """Do as `normalized`, and return the `product` of what it returns."""
-    normed = normalized(x, added, norm, after, scale)
-    if tile is None:
-        return product(linear, normed, activation)
-    return linear.few(normed, tile, activation=activation if isinstance(linear, Gated) else "")
-
-
-def before_residual(linear: Linear, tile: Tile | None, x: Tensor, residual: Tensor) -> Tensor | None:
-    """Return what is to be added to the residual stream; None: it has been added."""
-    if tile is None:
-        return linear(x)
-    linear.few(x, tile, residual=residual)
-    return None
-
-
 def choose(
     model: ModelSpec,
     embedding: Linear,
@@ -212,22 +172,30 @@ def choose(
     The measurement replays each product from a CUDA graph, on the weights of as many layers as no cache holds.
     """
     assert model.decoder is not None
-    are_plain = all(linear.is_plain for layer in layers for linear in layer.linears)
-    are_plain &= model.decoder.norms == BEFORE  # our kernel adds to the residual stream what has no norm
-    if not are_plain or not is_measurable(embedding.weight):
-        return {}
+    linears = [linear for layer in layers for linear in layer.linears]
     parts = model, embedding, layers, rotaries, inputs
+    # Our kernels add to the residual stream what has no norm.
+    if model.decoder.norms != BEFORE or not is_measurable(embedding.weight):
+        return {}
+    if all(linear.quantized is not None for linear in linears):
+        stored_rows.compile_rows(layers, model.decoder.activation, model.dtype, embedding.weight.device)
+        if reason := trial(*parts, choices=AS_STORED):
+            return f"products of a single row do not compute the norm before them: {reason}"
+        return stored_rows.fastest(layers, model.decoder.activation)
+    if not all(linear.is_plain for linear in linears):
+        return {}
     tried: set[Tiles] = set()
-    for rows in reversed(CANDIDATES):  # the same tiles are tried with most rows
+    for rows in sorted(CANDIDATES, reverse=True):  # the same tiles are tried with most rows
         each = [candidates(part, rows, embedding.weight.device) for part in Tiles._fields]
         for tiles in map(Tiles._make, itertools.zip_longest(*each)):
             if tiles not in tried and (reason := trial(*parts, choices={rows: tiles})):
-                return reason
+                return f"torch computes all products: {reason}"
             tried.add(tiles)
     try:
         found = {rows: measured(layers, rows, model.decoder.activation) for rows in CANDIDATES}
     except Exception as error:  # of a capture, or of Triton
-        return f"products of few rows could not be measured: {(str(error).splitlines() or [''])[0][:200]}"
+        first = (str(error).splitlines() or [""])[0]
+        return f"torch computes all products: those of few rows could not be measured: {first[:200]}"
     return {rows: Tiles(*(fastest(times[part]) for part in Tiles._fields)) for rows, times in found.items()}
 
 
@@ -241,11 +209,11 @@ def choose_head(head: Linear) -> None:
             head.use_for_few({rows: _fastest_head(head, rows) for rows in CANDIDATES})
 
 
-def _fastest_head(head: Linear, rows: int) -> Tile | None:
+def _fastest_head(head: Linear, rows: int) -> AnyTile | None:
     weight = head.weight
     x = torch.randn(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
     want = head(x)
-    times: dict[Tile | None, float] = {None: seconds([partial(head, x)], weight.device)}
+    times: dict[AnyTile | None, float] = {None: seconds([partial(head, x)], weight.device)}
     for tile in candidates("qkv", rows, weight.device):
         product = partial(multiply, x, weight, tile, bias=head.bias, dtype=want.dtype)
         if relative(product(), want) < MAX_ERROR[weight.dtype]:
@@ -254,14 +222,13 @@ def _fastest_head(head: Linear, rows: int) -> Tile | None:
 
 
 @torch.inference_mode()
-def measured(layers: Sequence[Layer], rows: int, activation: str) -> dict[str, dict[Tile | None, float]]:
+def measured(layers: Sequence[Layer], rows: int, activation: str) -> dict[str, dict[AnyTile | None, float]]:
     """Return the seconds of each of a layer's products of `rows` rows, with each tile and by torch (None).
 
     A product's time includes the norm and the gate, and not the residual with torch's: the next norm's kernel adds it.
     """
-    first = layers[0].qkv.weight
-    device, dtype = first.device, first.dtype
-    found: dict[str, dict[Tile | None, float]] = {}
+    device, dtype = layers[0].qkv.weight.device, layers[0].qkv.weight.dtype
+    found: dict[str, dict[AnyTile | None, float]] = {}
     for part in Tiles._fields:
         linears: list[tuple[Linear, RMSNorm | None]] = []
         owners = layers if part in ("qkv", "output") else [layer for layer in layers if layer.has_mlp]
@@ -277,7 +244,7 @@ def measured(layers: Sequence[Layer], rows: int, activation: str) -> dict[str, d
         residual = torch.zeros(rows, len(weight), dtype=dtype, device=device)
 
         def work(
-            linear: Linear, norm: RMSNorm | None, tile: Tile | None, x: Tensor = x, residual: Tensor = residual
+            linear: Linear, norm: RMSNorm | None, tile: AnyTile | None, x: Tensor = x, residual: Tensor = residual
         ) -> None:
             if norm is None:
                 before_residual(linear, tile, x, residual)
@@ -347,23 +314,25 @@ def trial(
     """Compute a few tokens by the first layers of each size, with experts, with an MLP, with a rotary embedding and
     without, one after the other; return why the kernels cannot be used, or None.
 
-    `choices`: see OnGPU; as many tokens as the largest has are computed. `invariant`: see PagedGPU. The compiled
-    kernels are kept, so this costs a start no more than their first use would.
+    `choices`: see OnGPU; as many tokens as the largest has are computed at once. `invariant`: see PagedGPU. The
+    compiled kernels are kept, so this costs a start no more than their first use would.
     """
     device = embedding.weight.device
     kinds = {(layer.shape, layer.experts is None, layer.turn < 0): layer.index for layer in reversed(layers)}
     owners = (layers[index].shape.shares for index in kinds.values())  # of the keys and values that they share
     first = [layers[index] for index in sorted({*kinds.values(), *(index for index in owners if index is not None)})]
     mixture = next((layer.experts for layer in first if layer.experts is not None), None)
-    count = max([*(choices or [TRIAL_TOKENS]), *([MANY_TOKENS] if mixture is not None else [])])
+    count = max([TRIAL_TOKENS, *(choices or []), *([MANY_TOKENS] if mixture is not None else [])])
     num_blocks = -(-count // TRIAL_BLOCK)
     results, lengths = [], []
     try:
         tokens = torch.arange(count, device=device)
         positions = _trial_positions(rotaries, tokens)
         # The tokens see each other, wherever their positions are.
-        meta = AttentionMeta.of([(list(range(num_blocks)), 0, count)], TRIAL_BLOCK, device)
-        meta = replace(meta, max_seq=int(positions.max()) + 1)
+        size, metas = max(choices) if choices else count, []  # of a step: as many tokens as the choices are for
+        for own in tokens.split(size):
+            meta = AttentionMeta.of([(list(range(num_blocks)), int(own[0]), len(own))], TRIAL_BLOCK, device)
+            metas.append(replace(meta, max_seq=int(positions.max()) + 1))
         ours = OnGPU(model, embedding, first, rotaries, inputs, choices=choices)
         for executor in (ours, Eager(embedding, first, rotaries, inputs)):
             backend = _Heard(invariant=invariant)
@@ -376,9 +345,12 @@ def trial(
                 device=device,
                 sinks=sinks_of(layers),
             )
-            forward = Forward(tokens % model.vocab_size, positions, cache.plan(meta), cache, tokens)
-            results.append(executor.run(forward).double())
-            lengths.append(backend.lengths[0])
+            found = []
+            for meta, own in zip(metas, tokens.split(size), strict=True):
+                forward = Forward(own % model.vocab_size, positions[own], cache.plan(meta), cache, own - own[0])
+                found.append(executor.run(forward).double())
+            results.append(torch.cat(found))
+            lengths.append(torch.cat(backend.lengths[:: len(backend.lengths) // len(metas)]))
         error = float((results[0] - results[1]).norm() / results[1].norm())
         if mixture is not None:  # of some tokens another expert may be chosen, because of the rounding before
             error = float(_errors(*results).median())

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from ..attention.paged_gpu import dependence, is_interpreted, shared_memory
 from ..kernels.launching import gpu_kernels, launch
+from . import single
+from .gpu_gates import Clamp, gate_constants
+from .norms import RMSNorm
 from .routing import Routed
-
-Clamp = tuple[float, float]  # the limit and alpha of a layers.Clamp
+from .single import SINGLES, Single
 
 
 class Tile(NamedTuple):
@@ -35,26 +37,37 @@ class Tile(NamedTuple):
     ahead: int = 8  # lines of each row of the weight that are read before the kernel before has ended
 
 
+AnyTile = Tile | Single  # a Single is for a single row alone
 # By the largest number of rows of x, with which they are measured. On an H200 each of them is the fastest for some
 # weight, or nearly so; what reads little of a weight at once never is.
 FEW = Tile(16, 32, 4, 8, ahead=16), Tile(16, 32, 8, 5, columns=256, ahead=16), Tile(16, 16, 2, 5)
-CANDIDATES = {1: FEW, 16: FEW, 32: (Tile(32, 32, 4, 6, ahead=16),), 64: (Tile(64, 64, 4, 4, ahead=16),)}
+CANDIDATES: Mapping[int, tuple[AnyTile, ...]] = {
+    1: SINGLES, 16: FEW, 32: (Tile(32, 32, 4, 6, ahead=16),), 64: (Tile(64, 64, 4, 4, ahead=16),)
+}  # fmt: skip
 # Further ones of products without a gate, whose weights often have too few rows for all multiprocessors.
 FEW_IN_PARTS = Tile(16, 32, 4, 4, columns=256, parts=4), Tile(16, 16, 4, 3, columns=512, parts=4, ahead=16)
-IN_PARTS = {1: FEW_IN_PARTS, 16: FEW_IN_PARTS}
+IN_PARTS = {16: FEW_IN_PARTS}
 MOST_TILES = 1 << 14  # of a product whose sums are in parts
 REPLAYS = 3  # of a measurement; the shortest was disturbed least
 MEASURED_BYTES = 256 << 20  # of weights, so that none stays in the cache
 GAIN = 1.02  # in speed, below which torch's product stays
 
 
-class Tiles(NamedTuple):
-    """How a layer's products are computed. None: by torch."""
+class AsStored(NamedTuple):
+    """A quantized weight computes the product of a single row with the norm before it and what comes after it, by its
+    own tile."""
 
-    qkv: Tile | None = None
-    output: Tile | None = None
-    gate_up: Tile | None = None
-    down: Tile | None = None
+
+Way = AnyTile | AsStored
+
+
+class Tiles(NamedTuple):
+    """How a layer's products are computed. None: by torch, or as its weight does without what is around it."""
+
+    qkv: Way | None = None
+    output: Way | None = None
+    gate_up: Way | None = None
+    down: Way | None = None
 
 
 # With which all products are computed, by the largest number of rows of x, ascending. The last one takes any number.
@@ -69,6 +82,7 @@ UNIFORM: list[Uniform] = [
 UNIFORM_FLOAT32: list[Uniform] = [{ANY: Tile(32, 32, 4, 2, columns=32, shared=8)}]
 Choices = Mapping[int, Tiles]  # by the largest number of rows, ascending; more rows than the last are for torch
 TORCH = Tiles()
+AS_STORED: Choices = {1: Tiles(*[AsStored()] * len(Tiles._fields))}
 
 
 def tiles_of(choices: Choices, rows: int) -> Tiles:
@@ -76,7 +90,7 @@ def tiles_of(choices: Choices, rows: int) -> Tiles:
     return next((tiles for most, tiles in choices.items() if rows <= most), TORCH)
 
 
-def tile_of(tiles: Mapping[int, Tile | None], rows: int) -> Tile | None:
+def tile_of(tiles: Mapping[int, AnyTile | None] | Uniform, rows: int) -> AnyTile | None:
     """Return the tile of a product of this many rows; None: torch computes it."""
     return next((tile for most, tile in tiles.items() if rows <= most), None)
 
@@ -84,7 +98,7 @@ def tile_of(tiles: Mapping[int, Tile | None], rows: int) -> Tile | None:
 def multiply(
     x: Tensor,
     weight: Tensor,
-    tile: Tile,
+    tile: AnyTile,
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -92,19 +106,32 @@ def multiply(
     clamp: Clamp | None = None,
     dtype: torch.dtype | None = None,
     routed: Routed | None = None,
+    norm: RMSNorm | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias, [tokens, rows], for x: [tokens, columns], of which only rows must be contiguous.
 
     `residual`: contiguous; the result is added to it in place. `activation`: the weight's first half is the gate, see
     Gated; `clamp`: in place of the activation. `dtype`: of the result; None: that of x. `routed`: the result has a row
-    for each pair; weight and bias are those of the first expert.
+    for each pair; weight and bias are those of the first expert. `norm`: of x, before the product, see single.takes;
+    only with a Single.
     """
     tokens, columns = x.shape
     rows = weight.shape[0] // 2 if activation else weight.shape[0]
     x = x if x.stride()[1] == 1 else x.contiguous()
     assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
-    count, tiles = (tokens, -(-tokens // tile.tokens)) if routed is None else (routed.order.num_pairs, routed.tiles)
-    out = x.new_empty(count, rows, dtype=dtype) if residual is None else residual
+    out = residual
+    if out is None:
+        out = x.new_empty(tokens if routed is None else routed.order.num_pairs, rows, dtype=dtype)
+    if isinstance(tile, Single):
+        assert routed is None
+        if not tokens:  # a tile for up to one row
+            return out
+        single.multiply(
+            x, weight, tile, out, bias=bias, residual=residual, activation=activation, clamp=clamp, norm=norm
+        )
+        return out
+    assert norm is None
+    tiles = -(-tokens // tile.tokens) if routed is None else routed.tiles
     sums = arrived = x
     if tile.parts > 1:
         assert not activation and routed is None
@@ -136,28 +163,22 @@ def _constants(
     }  # fmt: skip
 
 
-def gate_constants(activation: str, clamp: Clamp | None) -> dict[str, str | float]:
-    """Return the constants of a kernel that computes a gate, see activations.gated; no activation: there is none."""
-    limit, alpha = clamp or (0.0, 0.0)
-    return {"ACTIVATION": "clamped" if clamp and activation else activation, "LIMIT": limit, "ALPHA": alpha}
-
-
 def is_measurable(weight: Tensor) -> bool:
     """Return whether our kernel's products with a weight can be timed: on a GPU, and not in float32, for whose numbers
     its tiles are too large."""
     return weight.is_cuda and not is_interpreted() and weight.itemsize == 2
 
 
-Times = Mapping[Tile | None, float]  # of a product in seconds, with each tile and by torch (None)
+Times = Mapping[Any, float]  # of a product in seconds, with each tile and by torch (None)
 
 
-def fastest(times: Times) -> Tile | None:
+def fastest(times: Times) -> Any:
     """Return the tile that is faster than torch's product, or None."""
     best = min(times, key=lambda tile: times[tile])
     return best if times[best] * GAIN <= times[None] else None
 
 
-def candidates(part: str, rows: int, device: torch.device) -> list[Tile]:
+def candidates(part: str, rows: int, device: torch.device) -> list[AnyTile]:
     """Return the tiles to be tried for a product of a layer, a field of Tiles, with this many rows: those that fit into
     the GPU's memory."""
     tiles = [*CANDIDATES[rows], *(IN_PARTS.get(rows, ()) if part in ("output", "down") else ())]
@@ -165,8 +186,10 @@ def candidates(part: str, rows: int, device: torch.device) -> list[Tile]:
     return [tile for tile in tiles if _shared_bytes(tile, weights) <= shared_memory(device)]
 
 
-def _shared_bytes(tile: Tile, weights: int) -> int:
+def _shared_bytes(tile: AnyTile, weights: int) -> int:
     """Return the shared memory of a program that multiplies by this many weights of 16 bits."""
+    if isinstance(tile, Single):
+        return 0
     return (tile.tokens + weights * tile.rows) * tile.columns * 2 * (tile.stages - 1)
 
 

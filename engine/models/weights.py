@@ -28,7 +28,7 @@ from torch import Tensor
 from ..files import LIST_BYTES, check_values, read_file
 from ..kernels.matmul import Packing, Sources, Stored
 from ..types import ModelError
-from .gpu_weights import CodedRows
+from .gpu_coded import CodedRows
 from .upload import PIECE_BYTES, Piece, Upload, pieces, read_all
 
 DTYPES = {

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..kernels.blocks import FORMATS
 from ..kernels.matmul import BlockRows, Converted, Sources
+from ..models.gpu_coded import CodedPiece, CodedRows
 from ..models.gpu_form import Form
-from ..models.gpu_weights import FLOAT8_NAN, CodedPiece, CodedRows
+from ..models.gpu_weights import FLOAT8_NAN
 from ..models.weights import Checkpoint, Entry
 from ..types import ModelError
 from .blocks import NUMBERS, write_blocks

@@ -24,11 +24,12 @@ from engine.compiling import jobs
 from engine.kernels import launching
 from engine.kernels.launching import META, Compiling
 from engine.kernels.library import Choice
-from engine.models import Forward, gpu_weights, on_gpu, skinny
+from engine.models import Forward, on_gpu, skinny, weight_trial
 from engine.models.decoder import Decoder
 from engine.models.family import BEFORE
+from engine.models.gpu_coded import CodedRows
 from engine.models.gpu_form import ROUNDED, Form
-from engine.models.gpu_weights import CodedRows
+from engine.models.gpu_gates import gate_constants
 from engine.models.layers import InFile, Linear
 from engine.models.on_gpu import OnGPU
 from engine.models.skinny import CANDIDATES, UNIFORM, Choices, Tiles, candidates
@@ -256,12 +257,12 @@ def test_the_kernels_of_quantized_weights_are_compiled_before_they_are_tried(com
         (ROUNDED[8], 512, 64),
         (Form(8, 32, has_zeros=True), 64, 96),
     ]
-    for job in gpu_weights.jobs(shapes, dtype, head=512):
+    for job in weight_trial.jobs(shapes, dtype, head=512):
         launching._run(job, CPU)
-    assert set(compiled) == {"multiply", "dequantize"}
+    assert set(compiled) == {"multiply", "multiply_quantized", "dequantize"}
     compiled.clear()
     for form, rows, columns in shapes:
-        gpu_weights._error(form, rows, columns, dtype, CPU, wide=rows == 512)
+        weight_trial._error(form, rows, columns, dtype, CPU, wide=rows == 512)
     assert compiled == []
 
 
@@ -281,7 +282,7 @@ def test_the_kernels_of_quantized_experts_are_compiled_before_they_are_launched(
     model = Decoder(spec, META, Choice(None), tied=True)
     shapes = [(form, *linear.weight.shape) for linear in quantized_linears(model)]
     spec = replace(spec, coded=tuple(shapes), on_gpu=True)
-    tried = gpu_weights.jobs(shapes, torch.bfloat16, head=spec.vocab_size)
+    tried = weight_trial.jobs(shapes, torch.bfloat16, head=spec.vocab_size)
     begun = jobs(spec, config, torch.device("cuda"))
     for job in (*tried, *itertools.chain(*begun.values())):
         launching._run(job, CPU)
@@ -294,7 +295,7 @@ def test_a_kernel_is_looked_up_once_for_what_it_is_compiled_for(monkeypatch, com
     """A launch finds by itself what Triton has compiled, and asks Triton whenever Triton might compile anew."""
     from engine.kernels.gpu import layers as kernels
 
-    asked, constants = [], {"INNER": 64, "TILE": 64, **skinny.gate_constants("silu", None)}
+    asked, constants = [], {"INNER": 64, "TILE": 64, **gate_constants("silu", None)}
     look_up = JITFunction.__getitem__
 
     def recorded(kernel: Any, grid: Any) -> Any:

@@ -21,18 +21,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.attention.gpu_cache import Shape, padded, power_of_two, tile_rows, warps
-from engine.attention.gpu_plan import SPLIT
+from engine.attention.gpu_cache import Shape, near_lines, padded, power_of_two, tile_rows, warps
 from engine.attention.layer import LARGEST, AttentionLayer
 from engine.attention.paged_gpu import FEW_ROWS, attend_shape, queries_of
 from engine.kernels.gpu import attention, changes, experts, layers, logits, matmul, shortlist, skinny, storing
-from engine.models import gpu_experts, gpu_tiles, gpu_weights
+from engine.kernels.gpu import single as single_kernels
+from engine.models import gpu_experts, gpu_tiles, gpu_weights, single
 from engine.models import skinny as few_rows
 from engine.models.gpu_form import ROUNDED, Form
+from engine.models.gpu_gates import gate_constants
 from engine.models.gpu_layers import GATE_TILE
 from engine.models.gpu_tiles import Tile
 from engine.models.gpu_weights import DEQUANTIZED_ROWS, DEQUANTIZED_WARPS, LOOKED_UP
 from engine.models.on_gpu import MAX_HIDDEN
+from engine.models.single import SINGLES, Row, Single
 from engine.runner.triton_logits import COUNT_DIGITS, ENTRIES, GROUP, SUM_DIGITS, TILE, TILES, WARPS
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -81,6 +83,8 @@ FUSED = (
     layers.add_norm,
     layers.gate,
     matmul.multiply,
+    single_kernels.multiply,
+    single_kernels.multiply_quantized,
     skinny.multiply,
 )  # multiplications and additions
 
@@ -104,10 +108,11 @@ def attend(
     constants = {
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "V_DIM": layer.v_head_dim,
         "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "QUERIES": queries,
-        "ROWS": tile_rows(layer, queries), "SPLIT": 0 if kind == "chunk" else SPLIT,
+        "ROWS": tile_rows(layer, queries), "SPLIT": kind != "chunk",
         "TILE": shape.keys, "UNIFORM": uniform, "SKIP": is_large and queries > 1,
         "WINDOW": layer.window or 0, "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None,
         "SCALED": is_scaled, "WIDEN": False, "DEPENDENT": is_large,
+        "NEAR": near_lines(layer, 16) if shape.is_early and not is_scaled else 0,
     }  # fmt: skip
     return (signature, constants), shape
 
@@ -150,7 +155,7 @@ def add_norm(size: int, dtype: torch.dtype, *, centered: bool, arch: int) -> Arg
 def gate(inner: int, activation: str, dtype: torch.dtype, *, arch: int) -> Arguments:
     signature = dict.fromkeys(("gate_up_ptr", "out_ptr"), "*" + NAMES[dtype])
     constants = {"INNER": inner, "TILE": GATE_TILE, "DEPENDENT": arch >= 90}
-    return signature, constants | few_rows.gate_constants(activation, None)
+    return signature, constants | gate_constants(activation, None)
 
 
 def few(
@@ -167,9 +172,43 @@ def few(
     constants = {
         "BIAS": False, "ADD": add, "EVEN": True, "TOKENS": tile.tokens, "ROWS": tile.rows,
         "COLUMNS": tile.columns, "STAGES": tile.stages, "WIDEN": False, "DEPENDENT": dependent, "SHARED": tile.shared,
-        "FAN": fan, "PARTS": tile.parts, "AHEAD": tile.ahead, **few_rows.gate_constants(activation, None),
+        "FAN": fan, "PARTS": tile.parts, "AHEAD": tile.ahead, **gate_constants(activation, None),
     }  # fmt: skip
     return dict.fromkeys(pointers, "*" + NAMES[dtype]) | ROUTED | PARTED, constants
+
+
+def single_products(label: str, size: Single, *, arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
+    """Yield products of a single row with plain weights as single.multiply launches them."""
+    pointers = ("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr", "gain_ptr", "out_ptr")
+    for columns in (1024, 4096, 12288):
+        for kind, activation in (("gate", "silu"), ("residual", "")):
+            own, _ = single._plain(columns, size, activation, None, (not activation, not activation))
+            constants = {name: value for name, value in own.items() if name != "num_warps"}
+            constants |= {"NORM": bool(activation), "WIDE": False, "DEPENDENT": arch >= 90}
+            types = dict.fromkeys(pointers, "*bf16") | {"eps": "fp32"}
+            yield f"{label}, {columns} columns, {kind}", single_kernels.multiply, (types, constants), own["num_warps"]
+
+
+def row_products(
+    label: str, form: Form, dtype: torch.dtype, size: Row, *, arch: int
+) -> Iterator[tuple[str, Any, Arguments, dict[str, int]]]:
+    """Yield products of a single row as GPUWeight launches them."""
+    types = dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr", "out_ptr"), "*" + NAMES[dtype]) | {"eps": "fp32"}
+    types |= {"quads_ptr": "*i64", "gains_ptr": "*i64", "words_ptr": "*i32"}
+    types |= {name: weight(form, dtype)[0][name] for name in ("scales_ptr", "zeros_ptr")}
+    for columns, kind in ((4096, "gate"), (4096, "residual"), (12288, "residual")):
+        activation = "silu" if kind == "gate" else ""
+        own = single._quantized(columns, form, size, activation, not form.is_float or arch >= 89)
+        options = {name: own[name] for name in ("num_warps", "maxnreg")}
+        constants = {name: value for name, value in own.items() if name not in options}
+        constants |= {"BIAS": not activation, "ADD": not activation, "NORM": bool(activation), "WIDE": False}
+        constants |= {"DEPENDENT": arch >= 90}
+        yield (
+            f"{label}, {size.words} words, {size.warps} warps, {columns} columns, {kind}",
+            single_kernels.multiply_quantized,
+            (types, constants),
+            options,
+        )
 
 
 def chosen(count: int, active: int, *, arch: int) -> Arguments:
@@ -222,7 +261,7 @@ def product(form: Form, dtype: torch.dtype, tile: Tile, *, arch: int, fan: int =
     signature |= {"sums_ptr": "*fp32", "arrived_ptr": "*i32"} | ROUTED
     sizes = {"TOKENS": tile.tokens, "ROWS": tile.rows, "STAGES": tile.stages}
     return signature, constants | sizes | {
-        "WIDEN": False, "FAN": fan, "TOGETHER": tile.slices, "DEPENDENT": arch >= 90,
+        "WIDEN": False, "FAN": fan, "TOGETHER": tile.slices, "TURNED": tile.turned, "DEPENDENT": arch >= 90,
     }  # fmt: skip
 
 
@@ -268,8 +307,8 @@ def sampling(vocab_size: int, arch: int) -> Iterator[tuple[Any, Arguments]]:
     yield changes.forbid, (LOGITS, {"SIZE": vocab_size, "WORDS": -(-vocab_size // 32), "TILE": TILE})
 
 
-def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
-    """Yield (name, kernel, its arguments, warps) for the shapes and dtypes that are compiled."""
+def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
+    """Yield (name, kernel, its arguments, and `shape` of `resources`) for the shapes and dtypes that are compiled."""
     for name, each in LAYERS.items():
         for dtype, cache in (
             (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.int8), (torch.bfloat16, torch.float8_e4m3fn),
@@ -305,8 +344,11 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
         for dtype in gpu_weights.DTYPES:
             label = f"{NAMES[dtype]} {form.name}"
             for size in dict.fromkeys(itertools.chain(*gpu_tiles.CANDIDATES.values())):
+                if isinstance(size, Row):
+                    yield from row_products(f"row {label}", form, dtype, size, arch=arch)
+                    continue
                 yield (
-                    f"product {label}, {size.tokens} rows by {size.rows}",
+                    f"product {label}, {size.tokens} rows by {size.rows}{', turned' * size.turned}",
                     matmul.multiply,
                     product(form, dtype, size, arch=arch),
                     size.warps,
@@ -319,7 +361,9 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
         found = few(size, torch.bfloat16, add=True, dependent=arch >= 90)
         label = f"few {size.tokens} rows, tiles of {size.rows} by {size.columns}, in {size.parts} parts bf16"
         yield label, skinny.multiply, found, size.warps
-    for size in dict.fromkeys(itertools.chain(*few_rows.CANDIDATES.values())):
+    for size in SINGLES:
+        yield from single_products(f"one row, {size.warps} warps, {size.numbers} numbers bf16", size, arch=arch)
+    for size in dict.fromkeys(itertools.chain(*(few_rows.CANDIDATES[rows] for rows in (16, 32, 64)))):
         for kind, activation in (("gate", "silu"), ("residual", "")):
             found = few(size, torch.bfloat16, activation=activation, add=not activation, dependent=arch >= 90)
             label = f"few {size.tokens} rows, tiles of {size.rows} by {size.columns}, {kind} bf16"
@@ -347,9 +391,9 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
             yield f"{kernel.__name__} logits of {name}", kernel, arguments, WARPS
 
 
-def resources(kernel: Any, arguments: Arguments, shape: int | Shape, arch: int) -> dict[str, Any]:
+def resources(kernel: Any, arguments: Arguments, shape: int | Shape | dict[str, int], arch: int) -> dict[str, Any]:
     """Compile a kernel; return its registers and stack per thread, its shared memory, and its matrix instructions.
-    `shape`: the warps of a program, or all of Shape.
+    `shape`: the warps of a program, all of Shape, or options.
 
     The instructions are counted in PTX, because a disassembler takes longer than most kernels do to compile.
     """
@@ -364,6 +408,8 @@ def resources(kernel: Any, arguments: Arguments, shape: int | Shape, arch: int) 
     options: dict[str, Any] = {"enable_fp_fusion": kernel in FUSED and not constants.get("UNIFORM")}
     if isinstance(shape, Shape):
         options |= {"num_warps": shape.warps, "num_stages": shape.stages}
+    elif isinstance(shape, dict):
+        options |= shape
     else:
         options["num_warps"] = shape
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

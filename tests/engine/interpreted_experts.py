@@ -20,7 +20,7 @@ from engine.kernels.gpu import experts as kernels
 from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import skinny as skinny_kernels
 from engine.kernels.gpu import storing as storing_kernels
-from engine.models import gpu_experts, gpu_weights, skinny
+from engine.models import gpu_experts, gpu_weights, skinny, weight_trial
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
 from engine.models.experts import Experts, Sigmoids
@@ -43,7 +43,7 @@ SMALL = Tile(16, 16, 2, 2)
 def small(monkeypatch):
     """Let products have small tiles; the trials of the models are left out."""
     monkeypatch.setattr(skinny, "UNIFORM_FLOAT32", [{ANY: SMALL}])
-    monkeypatch.setattr(gpu_weights, "objection", lambda *_: None)
+    monkeypatch.setattr(weight_trial, "objection", lambda *_: None)
 
 
 def experts_of(dtype: torch.dtype = torch.float32, hidden: int = 40, **changes: Any) -> Experts:

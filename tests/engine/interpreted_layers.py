@@ -23,7 +23,7 @@ from engine.attention.paged_gpu import MAX_ERROR, HeadNorms, PagedGPU, Rotation
 from engine.kernels.gpu import attention as attention_kernels
 from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import storing as storing_kernels
-from engine.models import Forward, on_gpu
+from engine.models import Forward, gpu_products, on_gpu
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
 from engine.models.family import PLAIN, NormKind
@@ -303,8 +303,8 @@ def cache_of(model: Decoder) -> KVCache:
     return cache
 
 
-def model_of(name: str, folder: Any) -> Decoder:
-    config = EngineConfig(model=str(make(name, folder)), cpu_isa="torch", dtype="float32")
+def model_of(name: str, folder: Any, dtype: str = "float32") -> Decoder:
+    config = EngineConfig(model=str(make(name, folder)), cpu_isa="torch", dtype=dtype)
     model = load_model(config, folder)
     assert isinstance(model, Decoder) and isinstance(model.executors[0], OnGPU)
     return model
@@ -414,12 +414,14 @@ def test_a_layer_takes_one_device_call_for_each_kernel_and_product(tmp_path, mon
 def test_kernels_that_fail_or_err_are_replaced_by_torch(tmp_path, monkeypatch):
     folder = make("qwen3", tmp_path)
     config = EngineConfig(model=str(folder), cpu_isa="torch", dtype="float32")
-    monkeypatch.setattr(on_gpu, "gated", lambda gate_up, activation: gate_up[:, : gate_up.shape[1] // 2].contiguous())
+    monkeypatch.setattr(
+        gpu_products, "gated", lambda gate_up, activation: gate_up[:, : gate_up.shape[1] // 2].contiguous()
+    )
     model = load_model(config, folder)
     assert [type(executor) for executor in model.executors] == [Eager]
     parts = model.spec, model.embedding, model.layers, model.rotaries
     assert "wrong results on this device" in on_gpu.trial(*parts)
-    monkeypatch.setattr(on_gpu, "gated", lambda *_: 1 / 0)
+    monkeypatch.setattr(gpu_products, "gated", lambda *_: 1 / 0)
     assert "do not run on this device: ZeroDivisionError" in on_gpu.trial(*parts)
 
 

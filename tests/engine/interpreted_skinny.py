@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from engine.kernels.gpu import skinny as skinny_kernels
-from engine.models import layers, on_gpu, skinny
+from engine.models import gpu_products, layers, on_gpu, skinny
 from engine.models.executor import Eager
 from engine.models.layers import ACTIVATIONS, Linear
 from engine.models.on_gpu import OnGPU
@@ -148,9 +148,9 @@ def test_a_product_can_be_captured_and_replayed():
 @pytest.mark.parametrize("name", ["llama-bias", "qwen3"])
 def test_steps_of_few_rows_take_eight_launches_and_equal_torch(tmp_path, monkeypatch, name):
     model, calls = model_of(name, tmp_path), []
-    norm = on_gpu.add_norm
-    monkeypatch.setattr(on_gpu, "add_norm", lambda *args: calls.append("norm") or norm(*args))
-    monkeypatch.setattr(on_gpu, "gated", lambda *_: calls.append("gate"))
+    norm = gpu_products.add_norm
+    monkeypatch.setattr(gpu_products, "add_norm", lambda *args: calls.append("norm") or norm(*args))
+    monkeypatch.setattr(gpu_products, "gated", lambda *_: calls.append("gate"))
     tile = SMALL
     few = OnGPU(model.spec, model.embedding, model.layers, model.rotaries, choices={16: Tiles(tile, tile, tile, tile)})
     eager = next(executor for executor in model.executors if isinstance(executor, Eager))

@@ -27,12 +27,12 @@ CHANGES = {"penalize", "add", "exclude", "forbid"}
 # that 16 divides, and an odd one. Where one kernel has several tiles or forms, those are compiled that take the most
 # registers or the most shared memory, and of the others one of each kind.
 # `python -m tests.engine.gpu_resources --check` compiles all.
-LARGEST = "64 rows by 128"  # of the tiles of a product: the one that takes the most registers
+LARGEST = "64 rows by 128$"  # of the tiles of a product: the one that takes the most registers
 FORMS = [
     (90, "bf16 int4 in groups of 32", f"({LARGEST}|16 rows by 128)"),
     (90, "bf16 int4 in groups of 128", f"({LARGEST}|128 rows)"),
     (90, "bf16 int8 in rows", LARGEST),
-    (90, "bf16 float8 in groups", LARGEST),
+    (90, "bf16 float8 in groups", f"({LARGEST}|128 rows by 128, turned)"),
     (90, "fp16 int4 in groups of 32", LARGEST),
     (80, "bf16 int8 in groups", f"({LARGEST}|16 rows by 128)"),
     (80, "bf16 int8 in rows", f"({LARGEST}|128 rows)"),
@@ -52,6 +52,9 @@ CASES = [
     (80, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
     *((arch, f"^(product {form}.*{tiles}|(dequantize|lookup) {form})", WEIGHTS) for arch, form, tiles in FORMS),
     (90, "^few (64 rows|16 rows, tiles of (32 by 256, gate|.* in 4 parts))", {"few"}),
+    (90, "^one row, 8 warps, 128", {"one"}),
+    (90, "^row bf16 (int4 in groups of 128|float8 in groups).*, 32 words, 16 warps", {"row"}),
+    (80, "^row fp16 (float8 in rows|int4 in groups of 128).*, 32 words, 16 warps", {"row"}),
     (80, "^few 16 rows, tiles of (32 by 128, gate|16 by 512, in)", {"few"}),
     (90, "alike tiles of (128|.* fp32)", {"alike"}),
     (90, "routed ((gate|down), tiles of 128|gate, tiles of 64|(int4|float8 in groups).*tiles of 64)", {"routed"}),

@@ -68,13 +68,16 @@ def multiply(
     tokens, rows, columns, slices, x_token, out_token,
     BITS: tl.constexpr, FLOAT: tl.constexpr, ZEROS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, FAN: tl.constexpr,
-    TOGETHER: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOGETHER: tl.constexpr, TURNED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write x @ weight.T + bias to out [tokens, rows], rounded once; a program computes a tile, or a part of its sum.
 
     The grid is (tiles of rows, parts, tiles of tokens). A part sums up consecutive slices. If there are several, there
     is one tile of tokens; the last part to arrive adds up all in their order, so results do not depend on the order of
     arrival. sums: [parts, tokens, rows] float32. arrived: an int32 per tile of rows, zero before and after.
+
+    TURNED: the transpose of the result is computed, weight @ x.T. Matrix units of a Hopper take their first operand
+    from registers, where a weight's numbers are converted, and the second one from shared memory alone.
 
     With FAN the product is that of routed pairs, as in skinny.multiply, in one part. places: [owners, 4] int64, of
     numbers, scales, zero points and bias.
@@ -109,20 +112,26 @@ def multiply(
         scales_ptr += 16 * tl.load(places_at + 1)
         zeros_ptr += 16 * tl.load(places_at + 2)
         bias_ptr += 16 * tl.load(places_at + 3)
-    x_at = x_ptr + source.to(tl.int64)[:, None] * x_token + k[None, :]
-    stored_at = numbers_ptr + (part * share).to(tl.int64) * rows * STEP + n[None, :] * STEP + k[:, None]
-    total = tl.zeros([TOKENS, ROWS], tl.float32)
+    # Tiles are [TOKENS, STEP] and [STEP, ROWS], or if TURNED [ROWS, STEP] and [STEP, TOKENS].
+    IN: tl.constexpr = 1 if TURNED else 0
+    OUT: tl.constexpr = 1 - IN
+    n_at, is_row_at = tl.expand_dims(n, IN), tl.expand_dims(is_row, IN)
+    m_at, is_token_at = tl.expand_dims(m, OUT).to(tl.int64), tl.expand_dims(is_token, OUT)
+    x_at = x_ptr + tl.expand_dims(source, OUT).to(tl.int64) * x_token + tl.expand_dims(k, IN)
+    stored_at = numbers_ptr + (part * share).to(tl.int64) * rows * STEP + n_at * STEP + tl.expand_dims(k, OUT)
+    total = tl.zeros([ROWS, TOKENS] if TURNED else [TOKENS, ROWS], tl.float32)
     for first in tl.range(part * share, tl.minimum(part * share + share, slices), TOGETHER, num_stages=STAGES):
         for each in tl.static_range(TOGETHER):
             index = first + each
             is_there = is_row
             if TOGETHER > 1:
                 is_there = is_row & (index + 0 * n < slices)  # the interpreter needs a tensor
-            stored = tl.load(stored_at, mask=is_there[None, :], other=0)
+            stored = tl.load(stored_at, mask=tl.expand_dims(is_there, IN), other=0)
             stored_at += rows * STEP
             for half in tl.static_range(HALVES):
                 column = index * SLICE + half * STEP
-                x = tl.load(x_at + column, mask=is_token[:, None] & (column + k < columns)[None, :], other=0.0).to(WIDE)
+                is_number = is_token_at & tl.expand_dims(column + k < columns, IN)
+                x = tl.load(x_at + column, mask=is_number, other=0.0).to(WIDE)
                 group_at = n
                 if GROUP:
                     group_at = (column // GROUP) * rows + n
@@ -130,34 +139,35 @@ def multiply(
                 if ZEROS:
                     zero = tl.load(zeros_ptr + group_at, mask=is_there, other=0).to(tl.float32)
                 if BITS == 4:
-                    weight = of_half((stored >> (4 * half)) & 15, zero[None, :], DTYPE, WIDE)
+                    weight = of_half((stored >> (4 * half)) & 15, tl.expand_dims(zero, IN), DTYPE, WIDE)
                 else:
-                    weight = of_byte(stored, zero[None, :], FLOAT, ZEROS, DTYPE, WIDE)
+                    weight = of_byte(stored, tl.expand_dims(zero, IN), FLOAT, ZEROS, DTYPE, WIDE)
+                a, b = (weight, x) if TURNED else (x, weight)
                 if GROUP:
                     scale = tl.load(scales_ptr + group_at, mask=is_there, other=0.0).to(tl.float32)
-                    total += tl.dot(x, weight, input_precision="ieee") * scale[None, :]
+                    total += tl.dot(a, b, input_precision="ieee") * tl.expand_dims(scale, IN)
                 else:
-                    total = tl.dot(x, weight, total, input_precision="ieee")
+                    total = tl.dot(a, b, total, input_precision="ieee")
     if not GROUP:
-        total *= tl.load(scales_ptr + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
-    is_in = is_token[:, None] & is_row[None, :]
+        total *= tl.expand_dims(tl.load(scales_ptr + n, mask=is_row, other=0.0).to(tl.float32), IN)
+    is_in = is_token_at & is_row_at
     missing = part - part  # parts that have not been stored yet
     if parts > 1:
-        sum_at = sums_ptr + m.to(tl.int64)[:, None] * rows + n[None, :]
+        sum_at = sums_ptr + m_at * rows + n_at
         tl.store(sum_at + part.to(tl.int64) * tokens * rows, total, mask=is_in)
         tl.debug_barrier()  # all threads have stored before one of them counts the part
         counter = arrived_ptr + tl.program_id(0)
         missing = parts - 1 - tl.atomic_add(counter, 1, sem="acq_rel")
         if missing == 0:
             tl.store(counter, 0)
-            total = tl.zeros([TOKENS, ROWS], tl.float32)
+            total = tl.zeros([ROWS, TOKENS] if TURNED else [TOKENS, ROWS], tl.float32)
             for _ in range(0, parts):
                 # Past the first-level cache, which other programs' stores do not reach.
                 total += tl.load(sum_at, mask=is_in, other=0.0, cache_modifier=".cg")
                 sum_at += tokens * rows
     if missing == 0:
-        total += tl.load(bias_ptr + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
-        out_at = out_ptr + m.to(tl.int64)[:, None] * out_token + n[None, :]
+        total += tl.expand_dims(tl.load(bias_ptr + n, mask=is_row, other=0.0).to(tl.float32), IN)
+        out_at = out_ptr + m_at * out_token + n_at
         tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_in)
 
 
