@@ -73,7 +73,7 @@ def attend_constants(
     return {
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "V_DIM": layer.v_head_dim,
         "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": block_size,
-        "SPLIT": split, "SINKS": has_sinks, "QUERIES": queries, "ROWS": tile_rows(layer, queries), "TILE": shape.keys,
+        "PARTED": split, "SINKS": has_sinks, "QUERIES": queries, "ROWS": tile_rows(layer, queries), "TILE": shape.keys,
         "UNIFORM": uniform, "SKIP": is_large and queries > 1, "WINDOW": layer.window or 0,
         "SOFTCAP": layer.softcap is not None, "SCALED": is_scaled,
         "NEAR": near_lines(layer, block_size) if shape.is_early and not is_scaled else 0,

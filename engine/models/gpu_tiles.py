@@ -25,6 +25,7 @@ class Tile(NamedTuple):
 # The largest number of rows of x that the kernel multiplies. With more, reading the weight is a small part of the work:
 # it is dequantized, and torch multiplies.
 MOST_ROWS = 256
+# The first tile of each has further uses, see below.
 _FEW = (
     Tile(16, 64, 4, 6),
     Tile(16, 64, 4, 4, 2),
@@ -71,7 +72,7 @@ CANDIDATES: Mapping[int, tuple[AnyTile, ...]] = {
     MOST_ROWS: _MORE,
 }
 # From so many rows on it is also tried to dequantize a weight for each product, as with more than MOST_ROWS.
-DEQUANTIZED_ROWS = 128
+TRIED_PLAIN_ROWS = 128
 LEAST_ROWS = 32  # of a weight in a tile
 Tiles = Mapping[int, AnyTile | None]  # None: the weight is dequantized
 # A row has the same bits in all products of one of these ranges.

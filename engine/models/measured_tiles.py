@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from ..attention.paged_gpu import MAX_ERROR
-from .gpu_tiles import CANDIDATES, DEQUANTIZED_ROWS, TILES, AnyTile, Tiles
+from .gpu_tiles import CANDIDATES, TILES, TRIED_PLAIN_ROWS, AnyTile, Tiles
 from .gpu_weights import GPUProduct, GPUWeight
 from .skinny import GAIN, MEASURED_BYTES, seconds
 
@@ -45,7 +45,7 @@ def _is_measurable(weight: GPUWeight) -> bool:
 def _fastest(products: Sequence[GPUProduct], rows: int, dtype: torch.dtype) -> AnyTile | None:
     first, *rest = CANDIDATES[rows]
     others: list[AnyTile | None] = [*rest]
-    if rows >= DEQUANTIZED_ROWS and not products[0].is_wide:
+    if rows >= TRIED_PLAIN_ROWS and not products[0].is_wide:
         others.append(None)
     part = products[0].parts[0]
     x = torch.randn(rows, part.columns, dtype=dtype, device=part.device)

@@ -108,7 +108,7 @@ def attend(
     constants = {
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "V_DIM": layer.v_head_dim,
         "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "QUERIES": queries,
-        "ROWS": tile_rows(layer, queries), "SPLIT": kind != "chunk",
+        "ROWS": tile_rows(layer, queries), "PARTED": kind != "chunk",
         "TILE": shape.keys, "UNIFORM": uniform, "SKIP": is_large and queries > 1,
         "WINDOW": layer.window or 0, "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None,
         "SCALED": is_scaled, "WIDEN": False, "DEPENDENT": is_large,

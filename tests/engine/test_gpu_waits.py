@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-INPUTS = {"work_ptr", "starts_ptr", "lengths_ptr", "table_ptr"}  # of a step: no kernel of the step writes them
-WEIGHTS = {"weight_ptr", "numbers_ptr"}
+# Of a step, and tables of the model: no kernel that may still run writes them.
+INPUTS = {"work_ptr", "starts_ptr", "lengths_ptr", "table_ptr", "positions_ptr", "slots_ptr"}
+WEIGHTS = {"weight_ptr", "numbers_ptr", "words_ptr", "angles_ptr", "q_scales_ptr"}
+# The kernel before writes to it, through the second-level cache: what has been brought there is not out of date.
+CACHE = {"cache_ptr"}
 
 
 def kernels(source: str) -> Iterator[ast.FunctionDef]:
@@ -54,12 +57,14 @@ def objections(kernel: ast.FunctionDef) -> list[str]:
                     origins[target.id] = origins.get(target.id, set()) | pointers(each.value)
             continue
         name = called(each)
-        if name == "tl.load":
-            is_allowed = pointers(each) <= INPUTS
-        elif name in ("prefetch", "prefetch_near"):
+        if name == "prefetch":
+            is_allowed = pointers(each) <= INPUTS | WEIGHTS | CACHE
+        elif name in ("tl.load", "prefetch_near"):
             is_allowed = pointers(each) <= INPUTS | WEIGHTS
-        else:
-            is_allowed = "." in name and not name.startswith(("tl.store", "tl.atomic"))  # others may read anything
+        elif "." in name:
+            is_allowed = not name.startswith(("tl.store", "tl.atomic"))
+        else:  # another function may read what it is given
+            is_allowed = bool(pointers(each)) and pointers(each) <= INPUTS | WEIGHTS
         if not is_allowed:
             found.append(ast.unparse(each))
     return found
@@ -88,14 +93,18 @@ def test_there_are_kernels_that_wait():
         ("tl.store(work_ptr, 0)", ["tl.store(work_ptr, 0)"]),
         ("x = top_of(x_ptr)", ["top_of(x_ptr)"]),
         ("prefetch(x_ptr)", ["prefetch(x_ptr)"]),
+        ("prefetch_near(cache_ptr)", ["prefetch_near(cache_ptr)"]),
+        ("x = tl.load(cache_ptr)", ["tl.load(cache_ptr)"]),
         (
             "gdc_launch_dependents()\n    prefetch(weight_ptr)",
             ["it lets the next kernel start", "gdc_launch_dependents()"],
         ),
         ("row = tl.load(work_ptr)\n    prefetch(weight_ptr + row)", []),
+        ("x = tl.load(weight_ptr)\n    prefetch(cache_ptr)", []),
+        ("x = rows_of(weight_ptr)", []),
     ],
 )
 def test_what_reads_too_early_is_found(early, says):
     later = "" if "dependents" in early else "\n    gdc_launch_dependents()"
-    source = f"def f(x_ptr, work_ptr, weight_ptr, DEPENDENT):\n    {early}\n    gdc_wait(){later}\n"
+    source = f"def f(x_ptr, work_ptr, weight_ptr, cache_ptr, DEPENDENT):\n    {early}\n    gdc_wait(){later}\n"
     assert [objections(each) for each in kernels(source)] == [says]

@@ -129,14 +129,14 @@ def attend(
     q_token, q_head, cache_block, cache_head, scales_block, scales_head, out_token,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
     V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, UNIFORM: tl.constexpr, SKIP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PARTED: tl.constexpr, UNIFORM: tl.constexpr, SKIP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr, NEAR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend causally from the queries of work items, for the KV head of the program.
 
     q: [tokens, HEADS, DIM]. out: [tokens, HEADS, V_DIM]. table: [rows, blocks]. starts: [rows + 1], a prefix sum.
     lengths: [rows] tokens in the cache, new ones included. work: items of (row, first query, part, number of parts,
-    index of the first part among all). SPLIT: whether rows are split. An item has QUERIES queries, as
+    index of the first part among all). PARTED: whether rows are split. An item has QUERIES queries, as
     far as its row has more. sums: [parts, HEADS, V_DIM] and weights: [parts, HEADS, 2] hold the parts' results;
     arrived: [parts, KV_HEADS] counts them and is zero before and after. ROWS >= QUERIES * HEADS // KV_HEADS is the
     height of a tile. UNIFORM: an item with 0 parts is its whole context, in parts that are added up as those of several
@@ -198,7 +198,7 @@ def attend(
         cache_at = cache_ptr + kv_head * cache_head
         scales_at = scales_ptr + kv_head * scales_head
         table_at = table_ptr + row.to(tl.int64) * table_row
-        if SPLIT:
+        if PARTED:
             part = tl.load(work + 2)
             parts = tl.load(work + 3)
             base = tl.load(work + 4)
@@ -218,7 +218,7 @@ def attend(
                 )  # fmt: skip
                 top, total, values = _merged(top, total, values, its_top, its_total, its_values)
         else:
-            if SPLIT:
+            if PARTED:
                 begin = tl.maximum(begin, low)
                 end = tl.minimum(end, low + split)
             top, total, values = _attended(
@@ -226,7 +226,7 @@ def attend(
                 scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP, SCALED, WIDEN,
             )  # fmt: skip
         missing = row - row  # parts that have not been stored yet
-        if SPLIT:
+        if PARTED:
             if parts > 1:
                 index = (base + part).to(tl.int64) * HEADS + head
                 tl.store(weights_ptr + index * 2, top, mask=valid)
