@@ -25,7 +25,7 @@ Kind = tuple[int | None, int]  # of layers that share launches: their window, an
 
 
 def most_parts(rows: int, length: int) -> int:
-    """Return the largest number of parts of up to so many rows of one query, with contexts of `length` tokens."""
+    """Return the largest number of parts that a step of up to `rows` decodes has, with contexts of `length` tokens."""
     return max(rows * -(-length // SPLIT), min(rows, FEW_ROWS) * -(-length // (SPLIT // 2)))
 
 

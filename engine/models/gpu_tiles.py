@@ -71,7 +71,8 @@ CANDIDATES: Mapping[int, tuple[AnyTile, ...]] = {
     128: _MORE,
     MOST_ROWS: _MORE,
 }
-# From so many rows on it is also tried to dequantize a weight for each product, as with more than MOST_ROWS.
+# With at least this many rows, dequantizing the weight for each product is measured as well; with more than MOST_ROWS
+# it is what is done.
 TRIED_PLAIN_ROWS = 128
 LEAST_ROWS = 32  # of a weight in a tile
 Tiles = Mapping[int, AnyTile | None]  # None: the weight is dequantized
