@@ -102,7 +102,8 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     x = numbers(FEW, layer.qkv)
     last = make_norm(decoder.hidden_size, decoder.norm_eps, spec.dtype, META, decoder.norm)
     yield partial(on_gpu.add_norm, x, None, last)
-    yield partial(on_gpu.normalized, x, x, mlp_norm, layer.attention_after)
+    if mlp_norm is not None or layer.attention_after is not None:
+        yield partial(on_gpu.normalized, x, x, mlp_norm, layer.attention_after)
     at_end = layer.mlp_after if of_input is None else of_input.norm
     yield partial(on_gpu.normalized, x, x, attention_norm, at_end, layer.scale)
     if at_end is not None:
@@ -219,4 +220,4 @@ def _logits(vocab_size: int) -> Iterator[Job]:
     yield partial(backend.best, x)
     for has_k, has_p in ((False, False), (True, True)):
         yield partial(backend.draw, x, rows, has_k=has_k, has_p=has_p)
-    yield partial(backend.distribution, x, 1)
+    yield partial(backend.launch_distribution, x)

@@ -16,6 +16,7 @@ import traceback
 from importlib import import_module
 
 from . import channel, types
+from .kernels.triton_files import begin_to_hash
 from .loop import EngineLoop
 from .process import begin_child, freeze
 from .step_thread import ModelThread
@@ -59,6 +60,8 @@ class _Worker:
         if load is None:
             return 0  # the server died before it sent a config
         assert isinstance(load, channel.Load)
+        if load.config.device != "cpu":
+            begin_to_hash()  # while torch is imported
         tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
         engine = asyncio.create_task(self._engine(load))
         try:

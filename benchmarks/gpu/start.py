@@ -21,8 +21,11 @@ from . import shapes
 
 def once(shape: str, device: str) -> dict[str, float]:
     """Return the seconds of each part of a start in this process, imports left out."""
-    from engine.build import describe, load  # the process that only starts others needs no torch
     from engine.config import EngineConfig
+    from engine.kernels.triton_files import begin_to_hash
+
+    begin_to_hash()  # as engine/worker.py does
+    from engine.build import describe, load  # the process that only starts others needs no torch
 
     with tempfile.TemporaryDirectory() as folder:
         model = str(shapes.write(shape, Path(folder)))

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .triton_files import hash_files
+
 Job = Callable[[], object]  # launches kernels with tensors on META
 META = torch.device("meta")
 THREADS = 8  # at most: a kernel takes a core for a second or two, and some memory
@@ -115,6 +117,7 @@ class Compiling:
 
 @torch.inference_mode()
 def _run(job: Job, device: torch.device) -> None:
+    hash_files()
     use_device(device)
     with suppress(Exception):  # what fails here fails in a trial, too, which says so
         job()

@@ -25,7 +25,7 @@ def add_norm(
 
     `after`: the norm of what is added; it is of the same kind. `scale`: [1], what the sum is multiplied by.
     """
-    normed = torch.empty_like(x)
+    normed = x.new_empty(x.shape)  # of x on META, torch would compute empty_like in Python
     assert x.is_contiguous() and (added is None or added.is_contiguous()) and (scale is None or added is not None)
     _launch(x, added, after, norm, normed, row=x.shape[1], scale=scale)
     return normed

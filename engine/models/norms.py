@@ -28,7 +28,10 @@ class RMSNorm:
         return self._new_gain() if self._gain is None else self._gain
 
     def _new_gain(self) -> Tensor:
-        return self.weight if self.kind.offset == 0 else self.weight.float() + self.kind.offset
+        if self.kind.offset == 0:
+            return self.weight
+        gain = self.weight.float()
+        return gain if gain.is_meta else gain + self.kind.offset  # on META torch would add in Python
 
     def pack(self, kernels: Kernels | None) -> None:
         """Use our CPU kernel, see `use`. The weight must have been read."""

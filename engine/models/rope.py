@@ -151,7 +151,12 @@ class Rotary:
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
     def table(self, length: int) -> Tensor:
-        """Return the cosines and sines of `at` for `length` positions or more: [positions, 2, head_dim / 2] float32."""
+        """Return the cosines and sines of `at` for `length` positions or more: [positions, 2, head_dim / 2] float32.
+
+        On the meta device, whose arithmetic torch does in Python, the table is only as large.
+        """
+        if len(self._table) < length and self.angles.is_meta:
+            self._table = torch.empty(length, *self._table.shape[1:], device=self.angles.device)
         if len(self._table) < length:
             # Double the table: a model's maximum length is rarely needed.
             positions = torch.arange(max(TABLE, 2 * len(self._table), length), device=self.angles.device)

@@ -108,7 +108,7 @@ class TritonLogits:
         x = self._checked(x)
         grid, rows_grid = (len(x), self._parts), (len(x),)
         state, counts, sums = self._memory(x, counts=has_k, sums=has_p)
-        weights = torch.empty_like(x)
+        weights = x.new_empty(x.shape)
         parts = torch.empty(grid, dtype=torch.int64, device=self.device)
         tops, ids = self._outputs(x)
         is_filtered = has_k or has_p
@@ -137,15 +137,28 @@ class TritonLogits:
 
     def distribution(self, x: Tensor, count: int) -> TopLogits:
         """See LogitsBackend. x must not change until the last use of the result."""
-        from ..kernels.gpu import logits as kernels
-
         x = self._checked(x)
         values = torch.full((len(x), count), torch.nan, device=self.device)
         indices = torch.zeros(len(x), count, dtype=torch.int64, device=self.device)
         tops, ids = self._outputs(x)
         if not len(x):
             return TopLogits(x, tops.double(), values, indices)
-        grid = len(x), self._parts
+        totals = self._find(x, tops, ids, values, indices)
+        values, order = values.sort(dim=1, descending=True, stable=True)
+        logs = tops + (totals.double() / ONE).log()
+        return TopLogits(x, logs.masked_fill(ids < 0, torch.nan), values, indices.gather(1, order))
+
+    def launch_distribution(self, x: Tensor) -> None:
+        """Launch the kernels of `distribution`, and none of torch's."""
+        values = torch.empty(len(x), 1, device=self.device)
+        indices = torch.empty(len(x), 1, dtype=torch.int64, device=self.device)
+        self._find(x, *self._outputs(x), values, indices)
+
+    def _find(self, x: Tensor, tops: Tensor, ids: Tensor, values: Tensor, indices: Tensor) -> Tensor:
+        """Find each row's best and its largest logits, in any order; return the sums of weights, a view [rows]."""
+        from ..kernels.gpu import logits as kernels
+
+        count, grid = values.shape[1], (len(x), self._parts)
         state, counts, _ = self._memory(x, counts=count > 0)
         fields = np.zeros(len(x), FIELDS)
         fields["coldness"], fields["top_p"], fields["top_k"] = 1.0, 1.0, count
@@ -159,10 +172,7 @@ class TritonLogits:
                 launch(kernels.count_digit, grid, x, rows, state, counts, KNOWN=known, **self._tiles)
             launch(kernels.tally, grid, x, rows, counts, tallies, **self._in_parts)
             launch(kernels.collect, grid, x, rows, state, counts, tallies, values, indices, **self._over_parts)
-            values, order = values.sort(dim=1, descending=True, stable=True)
-            indices = indices.gather(1, order)
-        logs = tops + (state[TOTAL::STATE].double() / ONE).log()
-        return TopLogits(x, logs.masked_fill(ids < 0, torch.nan), values, indices)
+        return state[TOTAL::STATE]
 
     def change(self, x: Tensor, changes: Changes) -> None:
         from ..kernels.gpu import changes as kernels

@@ -6,7 +6,10 @@ process without Triton's interpreter.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import sys
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -224,6 +227,16 @@ def quantized_linears(model: Decoder) -> set[Linear]:
     return {linear for layer in model.layers for _, linear, *_ in layer.parts()} - routers
 
 
+def test_jobs_do_not_make_torch_import_its_compiler(compiled):
+    """As arithmetic with tensors on META does: the import takes over a second, beside all that compiles."""
+    assert "sympy" not in sys.modules  # which it imports; this is the first test of the file
+    for name in MODELS.keys() - {"glm4_moe"}:  # torch multiplies by the weights of experts that are always used
+        spec, config = spec_of(name)
+        for job in itertools.chain(*jobs(spec, config, CPU).values()):
+            job()
+    assert compiled and "sympy" not in sys.modules
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "mode", ["torch's products", "products of few rows", "other products of few rows", "batch-invariant"]
@@ -354,6 +367,23 @@ def test_the_function_that_launches_a_kernel_is_compiled_with_it(monkeypatch):
     monkeypatch.setattr(Driver, "launcher_cls", lambda _, src, metadata: made.append(metadata.name), raising=False)
     on_gpu.gated(torch.empty(2, 64, dtype=torch.bfloat16, device=META), "silu")
     assert made == ["gate"]
+
+
+def test_threads_that_compile_let_triton_hash_its_files_once(monkeypatch):
+    from triton.runtime import cache
+
+    hashed = []
+
+    @functools.cache  # as Triton's own function has it
+    def triton_key() -> str:
+        hashed.append(True)
+        time.sleep(0.05)  # in which the other threads would begin to hash
+        return ""
+
+    monkeypatch.setattr(cache, "triton_key", triton_key)
+    begun = Compiling({"jobs": [lambda: None] * 8}, CPU)
+    begun.wait("jobs")
+    assert hashed == [True]
 
 
 def test_a_job_that_fails_harms_no_other_and_kernels_are_compiled_in_threads():

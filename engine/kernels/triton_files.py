@@ -1,0 +1,24 @@
+"""Triton's hash of its own files, which is a part of the key of each compiled kernel; it takes up to a second."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import suppress
+from threading import Lock, Thread
+
+_lock = Lock()
+
+
+def hash_files() -> None:
+    """Let Triton hash its files, once. It keeps the hash, but threads that need it at the same time would each compute
+    it, and so take several times as long."""
+    with _lock, suppress(ImportError):  # another version may have the function elsewhere
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+def begin_to_hash() -> None:
+    """Do so in a thread, where Triton is installed: most of that time needs no other module and not Python's lock."""
+    if importlib.util.find_spec("triton") is not None:
+        Thread(target=hash_files, name="hash", daemon=True).start()
