@@ -18,7 +18,7 @@ from .attention import AttentionLayer, AttentionMeta
 from .attention.paged_gpu import FEW_ROWS, PagedGPU, is_interpreted, limitation
 from .config import EngineConfig
 from .kernels.launching import META, Compiling, Job
-from .models import ModelSpec, gpu_experts, on_gpu, skinny
+from .models import ModelSpec, gpu_experts, invariance, on_gpu, skinny
 from .models.decoder_layer import Layer
 from .models.experts import Experts
 from .models.family import BEFORE
@@ -96,10 +96,7 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     layer = layers[0]  # all have the same norms
     attention_norm, mlp_norm, of_input = layer.attention_norm, layer.mlp_norm, layer.input
 
-    def numbers(tokens: int, linear: Linear) -> Tensor:
-        return torch.empty(tokens, linear.weight.shape[1], dtype=spec.dtype, device=META)
-
-    x = numbers(FEW, layer.qkv)
+    x = _numbers(FEW, layer.qkv)
     last = make_norm(decoder.hidden_size, decoder.norm_eps, spec.dtype, META, decoder.norm)
     yield partial(on_gpu.add_norm, x, None, last)
     if mlp_norm is not None or layer.attention_after is not None:
@@ -123,14 +120,19 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
         yield partial(on_gpu.gated, torch.empty(FEW, width, dtype=spec.dtype, device=META), activation)
     head = Linear(spec.vocab_size, decoder.hidden_size, False, spec.dtype, META)
     experts = [each.experts for each in layers if each.experts is not None][:1]  # all have the same spec
-    uniform = (skinny.UNIFORM_FLOAT32 if spec.dtype == torch.float32 else skinny.UNIFORM)[0]
+    uniforms = skinny.uniforms(spec.dtype, META)[0]
     if config.batch_invariant:
         wide = [head, *(mixture.router for mixture in experts)]
-        linears = [] if spec.on_gpu else [linear for each in layers for linear in each.linears]
-        linears += [] if spec.on_gpu else [linear for mixture in experts for linear in mixture.shared or ()]
-        for alike in uniform.values():
-            yield partial(_products, [*linears, *small], alike, None)
-            yield partial(_products, wide, alike, torch.float32)
+        plain = [] if spec.on_gpu else layers
+        small += [] if spec.on_gpu else [linear for mixture in experts for linear in mixture.shared or ()]
+        for linear in (*wide, *small, *(linear for each in plain for linear in each.linears)):
+            linear.unify(uniforms)
+        way = invariance.choices(spec).get(skinny.ANY, skinny.TORCH).qkv  # of all products
+        for rows in _numbers_of_rows(uniforms):
+            for each in plain:
+                yield partial(_layer_alike, each, way, rows, activation)
+            yield partial(_alike, small, rows, None)
+            yield partial(_alike, wide, rows, torch.float32)
     elif spec.dtype != torch.float32:
         for tile in dict.fromkeys(itertools.chain(*CANDIDATES.values())):
             yield partial(_products, [head], tile, torch.float32)
@@ -138,9 +140,9 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
         after = [(layer.qkv, attention_norm), *((each.gate_up, mlp_norm) for each in with_mlp)]
         for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("gate_up", rows, META)):
             for linear, norm in after:
-                yield partial(_after_norm, linear, tile, numbers(_rows(tile), linear), norm, activation=activation)
+                yield partial(_after_norm, linear, tile, _numbers(_rows(tile), linear), norm, activation=activation)
                 if isinstance(tile, Single):  # after a product that torch has computed, whose result is added first
-                    x = numbers(1, linear)
+                    x = _numbers(1, linear)
                     yield partial(_after_norm, linear, tile, x, norm, added=x, activation=activation)
         for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("down", rows, META)):
             yield partial(_before_residuals, (layer.output, *(each.down for each in with_mlp)), tile, _rows(tile))
@@ -149,7 +151,7 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
         for stored in _as_stored(mixture, spec, activation):
             if config.batch_invariant:
                 for linear in (*stored.gate_ups, *stored.downs, *(stored.shared or ())):
-                    linear.unify(uniform)
+                    linear.unify(uniforms)
             yield from gpu_experts.jobs(stored, activation, spec.dtype, wide=is_wide)
 
 
@@ -175,13 +177,38 @@ def _rows(tile: skinny.AnyTile) -> int:
 
 def _products(linears: Sequence[Linear], tile: skinny.AnyTile, dtype: torch.dtype | None) -> None:
     for linear in linears:  # mostly of the same kernel
-        x = torch.empty(_rows(tile), linear.weight.shape[1], dtype=linear.weight.dtype, device=META)
-        skinny.multiply(x, linear.weight, tile, bias=linear.bias, dtype=dtype)
+        skinny.multiply(_numbers(_rows(tile), linear), linear.weight, tile, bias=linear.bias, dtype=dtype)
+
+
+def _numbers_of_rows(uniforms: skinny.Uniforms) -> list[int]:
+    """Return numbers of rows with which each of the tiles is used."""
+    return sorted({FEW, *(most + 1 for tiles in uniforms for most in tiles if most < skinny.ANY)})
+
+
+def _alike(linears: Sequence[Linear], rows: int, dtype: torch.dtype | None) -> None:
+    for linear in linears:
+        tile = linear.tile(rows)
+        assert tile is not None
+        skinny.multiply(_numbers(rows, linear), linear.weight, tile, bias=linear.bias, dtype=dtype)
+
+
+def _layer_alike(layer: Layer, way: skinny.Way | None, rows: int, activation: str) -> None:
+    _after_norm(layer.qkv, way, _numbers(rows, layer.qkv), layer.attention_norm, activation=activation)
+    _before_residuals([layer.output], way, rows)
+    if layer.has_mlp:
+        of_gate = None if layer.spec.is_parallel else way  # see OnGPU
+        _after_norm(layer.gate_up, of_gate, _numbers(rows, layer.gate_up), layer.mlp_norm, activation=activation)
+        _before_residuals([layer.down], way, rows)
+
+
+def _numbers(tokens: int, linear: Linear) -> Tensor:
+    """Return the input of a product with `linear`."""
+    return torch.empty(tokens, linear.weight.shape[1], dtype=linear.weight.dtype, device=META)
 
 
 def _after_norm(
     linear: Linear,
-    tile: skinny.AnyTile,
+    tile: skinny.Way | None,
     x: Tensor,
     norm: RMSNorm | None,
     *,
@@ -191,7 +218,7 @@ def _after_norm(
     on_gpu.after_norm(linear, tile, x, added, norm, activation=activation)
 
 
-def _before_residuals(linears: Sequence[Linear], tile: skinny.AnyTile, rows: int) -> None:
+def _before_residuals(linears: Sequence[Linear], tile: skinny.Way | None, rows: int) -> None:
     for linear in linears:
         x, residual = (
             torch.empty(rows, size, dtype=linear.weight.dtype, device=META) for size in linear.weight.shape[::-1]

@@ -23,6 +23,7 @@ class Shape(NamedTuple):
     warps: int
     stages: int  # of the loop over keys; the ids of blocks take two of them
     is_early: bool = False  # keys and values come to the cache before the kernel before has ended
+    skips: bool = False  # the keys that all queries see have a loop of their own, without masks
 
 
 class GPUCache(LayerCache):
@@ -66,7 +67,6 @@ def attend_constants(
     *,
     uniform: bool,
     is_scaled: bool,
-    is_large: bool,
 ) -> dict[str, Any]:
     """Return the constants of the kernel `attend`, except WIDEN and `dependence`."""
     block_size, split, has_sinks = cached
@@ -74,7 +74,7 @@ def attend_constants(
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "V_DIM": layer.v_head_dim,
         "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": block_size,
         "PARTED": split, "SINKS": has_sinks, "QUERIES": queries, "ROWS": tile_rows(layer, queries), "TILE": shape.keys,
-        "UNIFORM": uniform, "SKIP": is_large and queries > 1, "WINDOW": layer.window or 0,
+        "UNIFORM": uniform, "SKIP": shape.skips, "WINDOW": layer.window or 0,
         "SOFTCAP": layer.softcap is not None, "SCALED": is_scaled,
         "NEAR": near_lines(layer, block_size) if shape.is_early and not is_scaled else 0,
         "num_warps": shape.warps, "num_stages": shape.stages,

@@ -51,7 +51,7 @@ DEPENDENT, NOT_DEPENDENT = {"DEPENDENT": True, "launch_pdl": True}, {"DEPENDENT"
 # Of rows of one query, which take the time in which their keys and values are read. With few rows a program reads much
 # at once; with many, programs of one warp need not wait for other warps.
 FEW, MANY = Shape(128, 4, 3, is_early=True), Shape(32, 1, 4)
-CHUNK = Shape(128, 8, 3)  # of longer rows
+CHUNK = Shape(128, 8, 3, skips=True)  # of longer rows
 
 
 class HeadNorms(NamedTuple):
@@ -225,7 +225,8 @@ class PagedGPU:
                     layer.scale, layer.softcap or 0.0,
                     *q.stride()[:2], *cache.strides, layer.num_heads * layer.v_head_dim,
                     constants=attend_constants(
-                        layer, most, shape, (cache.block_size, split, cache.sinks is not None), **traits
+                        layer, most, shape, (cache.block_size, split, cache.sinks is not None),
+                        uniform=uniform, is_scaled=cache.is_scaled,
                     ),
                     WIDEN=is_interpreted(), **dependent,
                 )  # fmt: skip
@@ -289,14 +290,17 @@ def attend_shape(
     warps = 8 if queries > 1 or rows > 64 or kind > 1 else 4
     # With three stages keys are loaded when they are needed, and not before.
     is_deep = queries == 1 or (dtype != torch.float32 and not is_scaled)
-    return Shape(keys, warps, 5 if is_large and is_deep and kind < 2 else 3)
+    # Several loops take more registers: in float32, for the largest heads, and for windows of a cache with scales more
+    # than there are.
+    skips = is_large and queries > 1 and kind < 2 and dtype != torch.float32 and not (is_scaled and layer.window)
+    return Shape(keys, warps, 5 if is_large and is_deep and kind < 2 else 3, skips=skips)
 
 
 @functools.cache
 def has_large_memory(device: torch.device) -> bool:
     """Return whether a GPU is a Hopper or a Blackwell of data centers, by its shared memory.
 
-    On others the registers of a branch in the loop over keys, or the memory of a deeper loop, do not suffice.
+    On others the registers of a second loop over keys, or the memory of a deeper loop, do not suffice.
     """
     if device.type not in ("cuda", "meta"):  # in the interpreter
         return True

@@ -56,6 +56,7 @@ def choose(
     if product.is_uniform:
         problem = invariance.settle(*parts, linears=linears, project=project)
         product = replace(product, note=problem or "", is_proven=problem is None)
+        choices = invariance.choices(parts[0])
     else:
         mine = {head, *(linear for layer in parts[2] for linear in layer.linears)}
         measured_tiles.choose((linear.quantized for linear in mine if linear.quantized is not None), parts[0].dtype)

@@ -21,10 +21,11 @@ from . import gpu_tiles, gpu_weights, skinny
 from .experts import Experts, ExpertsSpec
 from .gpu_layers import GATE_TILE, gated
 from .gpu_weights import GPUWeight
-from .layers import Clamp, Linear
+from .layers import Clamp, Gated, Linear
 from .routing import Order, Routed, places
 
 ARRANGE_TILE = 1024  # pairs that are read at once
+ALIKE_PAIRS = 64  # of an expert, for which the tile is that all numbers of pairs have, see skinny.Uniforms
 # Of products with plain weights, by the largest average number of an expert's pairs.
 TILES = {
     8: skinny.Tile(16, 32, 4, 5),  # with more stages it would not fit into all GPUs
@@ -149,13 +150,16 @@ class Grouped:
     @property
     def tiles(self) -> Mapping[int, skinny.Tile] | Mapping[int, gpu_tiles.Tile]:
         """What a program computes, by the largest average number of an expert's pairs."""
-        weight, uniform = self._weights[0], self._first.uniform
+        weight, uniforms = self._weights[0], self._first.uniforms
         if isinstance(weight, GPUWeight):
             return {skinny.ANY: gpu_tiles.UNIFORM_TILE} if weight.is_uniform else QUANTIZED_TILES
-        if uniform is None and weight.dtype == torch.float32:
-            uniform = skinny.UNIFORM_FLOAT32[0]
-        # One that is the same for all numbers of rows: that with the fewest pairs that do not exist.
-        return TILES if uniform is None else {skinny.ANY: next(iter(uniform.values()))}
+        if uniforms is None and weight.dtype == torch.float32:
+            uniforms = skinny.UNIFORM_FLOAT32[0]
+        if uniforms is None:
+            return TILES
+        # One that is the same for all numbers of rows.
+        alike = uniforms.gated if isinstance(self._first, Gated) else uniforms.whole
+        return {skinny.ANY: next(tile for most, tile in alike.items() if most >= ALIKE_PAIRS)}
 
     def tile(self, pairs: int) -> skinny.Tile | gpu_tiles.Tile:
         """Return what a program computes of a step with this many pairs."""

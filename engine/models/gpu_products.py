@@ -8,7 +8,7 @@ from .gpu_layers import add, add_norm, gated
 from .layers import Gated, Linear
 from .norms import RMSNorm
 from .single import Single, takes
-from .skinny import AsStored, Way
+from .skinny import Alike, AsStored, Way
 
 
 def normalized(
@@ -62,4 +62,4 @@ def _possible(linear: Linear, way: Way | None, x: Tensor) -> Way | None:
         weight = linear.quantized
         if weight is None or linear.scale != 1 or not weight.fuses(x, is_gated=isinstance(linear, Gated)):
             return None
-    return way
+    return None if isinstance(way, Alike) and not linear.is_plain else way

@@ -10,6 +10,7 @@ then with one tile for all numbers of rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -20,18 +21,21 @@ from ..attention.paged_gpu import PagedGPU
 from ..kernels.library import Choice
 from . import on_gpu, skinny
 from .decoder_layer import Layer
+from .family import BEFORE
 from .forward import Forward
 from .layer_inputs import LayerInputs
 from .layers import Linear
 from .rope import Rotary
+from .skinny import Choices
 from .spec import ModelSpec
 
 Parts = tuple[ModelSpec, Linear, Sequence[Layer], Sequence[Rotary], LayerInputs | None]  # of a model, see OnGPU
 Chunk = tuple[int, int, int]  # of a step: the sequence, its first token, and the one after its last
 BLOCK = 16  # tokens per block
-# Tokens of the sequence that is computed beside the other one, and rows of logits: more than a product of few rows has.
-OTHERS = 80
-FEW = 20  # rows of logits that are compared with them
+# Of the proof: tokens of the sequence that is computed beside the other one, and of chunks of that one. Between them
+# steps have all numbers of rows for which products have tiles of their own, see skinny.UNIFORM, and so have logits.
+OTHERS = 240
+CHUNKS = 3, 20, 90, 190
 
 
 def objection(spec: ModelSpec, device: torch.device, product: Choice, attention: AttentionBackend) -> str | None:
@@ -62,14 +66,20 @@ def settle(
     reason = paged_gpu.trial(model.layers, model.dtype, model.cache_dtype, device, invariant=True)
     if reason is not None:
         return reason
-    candidates = skinny.UNIFORM_FLOAT32 if model.dtype == torch.float32 else skinny.UNIFORM
-    for uniform in candidates:
+    for uniforms in skinny.uniforms(model.dtype, device):
         for linear in linears:
-            linear.unify(uniform)
-        reason = on_gpu.trial(*parts, invariant=True) or proof(parts, project)
+            linear.unify(uniforms)
+        reason = on_gpu.trial(*parts, choices=choices(model), invariant=True) or proof(parts, project)
         if reason is None:
             return None
     return reason
+
+
+def choices(model: ModelSpec) -> Choices:
+    """Return how a layer's products are computed once they have been settled: as in on_gpu.choose, with what comes
+    after them if that has no norm."""
+    assert model.decoder is not None
+    return skinny.ALIKE if model.decoder.norms == BEFORE else {}
 
 
 @torch.inference_mode()
@@ -77,11 +87,12 @@ def proof(parts: Parts, project: Callable[[Tensor], Tensor]) -> str | None:
     """Compute tokens in several batches, by a layer of each kind and by the head; return what differs, or None."""
     try:
         for layer in _first_of_each_kind(parts):
-            hidden, found = (torch.cat(pieces) for pieces in _runs(parts, layer))
-            if reason := _difference(f"layer {layer.index}", found, hidden):
-                return reason
-        logits = project(hidden[-OTHERS:])
-        for rows in (1, FEW):
+            hidden, *divided = (torch.cat(pieces) for pieces in _runs(parts, layer))
+            for found in divided:
+                if reason := _difference(f"layer {layer.index}", found, hidden):
+                    return reason
+        logits = project(hidden)
+        for rows in (1, *CHUNKS):
             if reason := _difference("the head", project(hidden[-rows:]), logits[-rows:]):
                 return reason
     except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
@@ -102,13 +113,14 @@ def _first_of_each_kind(parts: Parts) -> list[Layer]:
 
 
 def _runs(parts: Parts, layer: Layer) -> Iterator[list[Tensor]]:
-    """Yield the hidden states of one sequence behind a layer, in pieces: as one chunk, then as several steps."""
+    """Yield the hidden states of one sequence behind a layer, in pieces: as one chunk, beside another sequence, and as
+    several steps."""
     model, embedding, layers, rotaries, inputs = parts
     device = embedding.weight.device
-    length = gpu_plan.SPLIT * 5 // 4 + 5  # more than a part of a context, and no multiple of a tile
+    length = max(gpu_plan.SPLIT * 5 // 4, sum(CHUNKS)) + 5  # more than a part of a context, and no multiple of a tile
     blocks = _blocks(0, length), _blocks(-(-length // BLOCK), OTHERS + 2)
     owners = [] if layer.shape.shares is None else [layers[layer.shape.shares]]  # of the keys that it attends to
-    executor = on_gpu.OnGPU(model, embedding, [*owners, layer], rotaries, inputs)
+    executor = on_gpu.OnGPU(model, embedding, [*owners, layer], rotaries, inputs, choices=choices(model))
 
     def run(steps: Sequence[Sequence[Chunk]]) -> list[Tensor]:
         cache = KVCache.allocate(
@@ -132,12 +144,13 @@ def _runs(parts: Parts, layer: Layer) -> Iterator[list[Tensor]]:
         return pieces
 
     yield run([[(0, 0, length)]])
-    last = length - 1
+    yield run([[(1, 0, OTHERS), (0, 0, length)]])
+    ends, last = list(itertools.accumulate(CHUNKS)), length - 1
     yield run(
         [
-            [(1, 0, OTHERS), (0, 0, 3)],
-            [(0, 3, 3 + FEW)],
-            [(1, OTHERS, OTHERS + 1), (0, 3 + FEW, last - 1)],
+            [(1, 0, OTHERS), (0, 0, ends[0])],
+            *([(0, first, end)] for first, end in itertools.pairwise(ends)),
+            [(1, OTHERS, OTHERS + 1), (0, ends[-1], last - 1)],
             [(0, last - 1, last)],
             [(1, OTHERS + 1, OTHERS + 2), (0, last, length)],
         ]

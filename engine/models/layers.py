@@ -30,7 +30,7 @@ from .gpu_weights import GPUProduct, GPUWeight
 from .importance import after_gate
 from .norms import RMSNorm
 from .rounding import rounded
-from .skinny import AnyTile, AsStored, Uniform, Way, multiply, tile_of
+from .skinny import Alike, AnyTile, AsStored, Uniform, Uniforms, Way, multiply, tile_of
 
 # Rows for which torch reorders a weight: those of a decode step, where the order matters most.
 PACK_ROWS = 16
@@ -130,6 +130,7 @@ class Linear:
         self._reordered: Tensor | None = None  # torch's
         self._is_wide = False  # results in float32, on a GPU
         self._uniform: Uniform | None = None
+        self.uniforms: Uniforms | None = None  # of `unify`
         self._few: Mapping[int, AnyTile | None] = {}  # by the largest number of rows, ascending
 
     def defer(self) -> None:
@@ -246,7 +247,7 @@ class Linear:
             out = self._packed(x)
         elif self._reordered is not None:
             out = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
-        elif (tile := self._tile(x.shape[0])) is not None:
+        elif (tile := self.tile(x.shape[0])) is not None:
             out = multiply(x, self.weight, tile, bias=self.bias, dtype=torch.float32 if self._is_wide else None)
         elif self._is_wide and self.bias is None:
             out = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
@@ -256,24 +257,23 @@ class Linear:
             out = out * self.scale
         return out if residual is None else residual + out
 
-    def unify(self, uniform: Uniform) -> None:
+    def unify(self, uniforms: Uniforms) -> None:
         """Let our kernels compute all products on a GPU, with one order of sums for any number of rows."""
-        self._uniform = uniform
+        self.uniforms = uniforms
         if self.quantized is not None:
             self.quantized.unify()
+        else:
+            rows, columns = self.weight.shape
+            self._uniform = uniforms.of(rows, columns, is_gated=isinstance(self, Gated))
 
     def use_for_few(self, tiles: Mapping[int, AnyTile | None]) -> None:
         """Let our kernel compute products on a GPU with few rows: by their largest number, ascending; None: torch."""
         self._few = tiles
 
-    def _tile(self, rows: int) -> AnyTile | None:
+    def tile(self, rows: int) -> AnyTile | None:
+        """Return the tile with which our kernel computes products of this many rows; None: torch computes them."""
         tiles = self._few if self._uniform is None else self._uniform
         return tile_of(tiles, rows) if tiles else None
-
-    @property
-    def uniform(self) -> Uniform | None:
-        """The tiles of `unify`."""
-        return self._uniform
 
     @property
     def quantized(self) -> GPUProduct | None:
@@ -294,12 +294,17 @@ class Linear:
         activation: str = "",
         norm: RMSNorm | None = None,
     ) -> Tensor:
-        """Return the layer by our kernels for few rows on a GPU, see skinny.multiply; the layer must be plain, or for
-        AsStored quantized."""
+        """Return the layer by our kernels on a GPU, see skinny.multiply; it must be plain, or for AsStored
+        quantized."""
         if isinstance(way, AsStored):
             assert self.quantized is not None
             return self.quantized.fused(x, residual=residual, activation=activation, norm=norm)
         assert self.is_plain
+        if isinstance(way, Alike):
+            assert self._uniform is not None
+            alike = tile_of(self._uniform, len(x))
+            assert alike is not None
+            way = alike
         return multiply(x, self.weight, way, bias=self.bias, residual=residual, activation=activation, norm=norm)
 
     @property

@@ -39,6 +39,7 @@ from .layers import Linear
 from .norms import RMSNorm
 from .rope import Rotary
 from .skinny import (
+    ANY,
     AS_STORED,
     CANDIDATES,
     MEASURED_BYTES,
@@ -322,14 +323,15 @@ def trial(
     owners = (layers[index].shape.shares for index in kinds.values())  # of the keys and values that they share
     first = [layers[index] for index in sorted({*kinds.values(), *(index for index in owners if index is not None)})]
     mixture = next((layer.experts for layer in first if layer.experts is not None), None)
-    count = max([TRIAL_TOKENS, *(choices or []), *([MANY_TOKENS] if mixture is not None else [])])
+    most = [rows for rows in choices or {} if rows < ANY]
+    count = max([TRIAL_TOKENS, *most, *([MANY_TOKENS] if mixture is not None else [])])
     num_blocks = -(-count // TRIAL_BLOCK)
     results, lengths = [], []
     try:
         tokens = torch.arange(count, device=device)
         positions = _trial_positions(rotaries, tokens)
         # The tokens see each other, wherever their positions are.
-        size, metas = max(choices) if choices else count, []  # of a step: as many tokens as the choices are for
+        size, metas = max(most) if most else count, []  # of a step: as many tokens as the choices are for
         for own in tokens.split(size):
             meta = AttentionMeta.of([(list(range(num_blocks)), int(own[0]), len(own))], TRIAL_BLOCK, device)
             metas.append(replace(meta, max_seq=int(positions.max()) + 1))

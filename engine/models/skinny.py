@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.paged_gpu import dependence, is_interpreted, shared_memory
+from ..attention.paged_gpu import dependence, has_large_memory, is_interpreted, shared_memory
 from ..kernels.launching import gpu_kernels, launch
 from . import single
 from .gpu_gates import Clamp, gate_constants
@@ -35,6 +35,7 @@ class Tile(NamedTuple):
     shared: int = 1  # tiles of tokens that are computed side by side for each tile of rows
     parts: int = 1  # of each sum, which that many programs compute; only of products without a gate
     ahead: int = 8  # lines of each row of the weight that are read before the kernel before has ended
+    is_serial: bool = False  # each program computes all parts, one after the other
 
 
 AnyTile = Tile | Single  # a Single is for a single row alone
@@ -58,7 +59,11 @@ class AsStored(NamedTuple):
     own tile."""
 
 
-Way = AnyTile | AsStored
+class Alike(NamedTuple):
+    """The tiles of Linear.unify, for any number of rows."""
+
+
+Way = AnyTile | AsStored | Alike
 
 
 class Tiles(NamedTuple):
@@ -70,19 +75,91 @@ class Tiles(NamedTuple):
     down: Way | None = None
 
 
-# With which all products are computed, by the largest number of rows of x, ascending. The last one takes any number.
+# With which all products of a weight are computed, by the largest number of rows of x, ascending; that of the last is
+# ANY.
 Uniform = Mapping[int, Tile]
 ANY = sys.maxsize
-# Those of a model whose rows must have the same bits in any batch, the fastest first. The last ones are one tile for
-# all numbers of rows, so that every row is computed by the same instructions.
-UNIFORM: list[Uniform] = [
-    {64: Tile(64, 32, 4, 3), ANY: Tile(128, 128, 8, 3, columns=64, shared=8)},
-    {ANY: Tile(64, 64, 4, 3, shared=8)},
+
+
+class Uniforms(NamedTuple):
+    """Tiles with which all products of a model are computed, so that a row has the same bits in any batch."""
+
+    whole: Uniform
+    gated: Uniform  # of a weight with a gate: a program has two tiles of it
+    # Of weights with few rows and many columns: too few tiles to occupy a GPU with few rows of x. A sum has as many
+    # parts for any number of rows.
+    halves: Uniform
+    quarters: Uniform
+
+    def of(self, rows: int, columns: int, *, is_gated: bool) -> Uniform:
+        """Return the tiles for a weight."""
+        if is_gated:
+            return self.gated
+        if rows <= QUARTERED[0] and columns >= QUARTERED[1]:
+            return self.quarters
+        return self.halves if rows <= HALVED[0] and columns >= HALVED[1] else self.whole
+
+    @classmethod
+    def undivided(cls, whole: Uniform, gated: Uniform) -> Uniforms:
+        """Return tiles with which no sum is in parts."""
+        return cls(whole, gated, whole, whole)
+
+
+QUARTERED, HALVED = (2048, 2048), (4096, 4096)  # rows of a weight, at most, and columns, at least
+WIDE_TILE = Tile(128, 128, 8, 3, columns=64, shared=8)
+# The first ones are for GPUs with large memory, see has_large_memory. On an H100 each of them is the fastest, or nearly
+# so, for 0.6B's or for 8B's weights; and all that divide a sum into as many parts give the same bits. The last ones are
+# one tile for all numbers of rows, so that every row is computed by the same instructions.
+UNIFORM = [
+    Uniforms(
+        whole={
+            16: Tile(16, 32, 4, 8, ahead=16),
+            64: Tile(64, 32, 4, 4),
+            128: Tile(128, 64, 4, 4, columns=64, shared=8),
+            256: Tile(128, 128, 8, 4, columns=64, shared=8),
+            512: WIDE_TILE,
+            ANY: Tile(256, 128, 8, 3, columns=64, shared=8),
+        },
+        gated={
+            16: Tile(16, 32, 4, 8, ahead=16),
+            64: Tile(64, 32, 4, 3),
+            128: Tile(128, 32, 4, 4, columns=64, shared=8),
+            512: Tile(128, 64, 8, 4, columns=64, shared=8),
+            ANY: Tile(256, 64, 8, 3, columns=64, shared=8),
+        },
+        halves={
+            64: Tile(64, 32, 4, 4, parts=2),
+            128: Tile(64, 64, 4, 3, parts=2),
+            256: Tile(128, 64, 4, 4, columns=64, parts=2),
+            ANY: Tile(128, 128, 8, 4, columns=64, shared=8, parts=2, is_serial=True),
+        },
+        quarters={
+            16: Tile(16, 32, 4, 4, parts=4),
+            64: Tile(64, 32, 4, 4, parts=4),
+            512: Tile(64, 64, 4, 4, parts=4),
+            ANY: Tile(128, 128, 8, 4, columns=64, shared=8, parts=4, is_serial=True),
+        },
+    ),
+    Uniforms.undivided(
+        {64: Tile(64, 32, 4, 3), ANY: WIDE_TILE},
+        {64: Tile(64, 32, 4, 3), ANY: Tile(128, 64, 8, 3, columns=64, shared=8)},
+    ),
+    Uniforms.undivided({ANY: Tile(64, 64, 4, 3, shared=8)}, {ANY: Tile(64, 32, 4, 3, shared=8)}),
 ]
-UNIFORM_FLOAT32: list[Uniform] = [{ANY: Tile(32, 32, 4, 2, columns=32, shared=8)}]
+FLOAT32_TILE = Tile(32, 32, 4, 2, columns=32, shared=8)
+UNIFORM_FLOAT32 = [Uniforms.undivided({ANY: FLOAT32_TILE}, {ANY: FLOAT32_TILE})]
 Choices = Mapping[int, Tiles]  # by the largest number of rows, ascending; more rows than the last are for torch
 TORCH = Tiles()
+ALIKE: Choices = {ANY: Tiles(*[Alike()] * len(Tiles._fields))}
 AS_STORED: Choices = {1: Tiles(*[AsStored()] * len(Tiles._fields))}
+
+
+def uniforms(dtype: torch.dtype, device: torch.device) -> list[Uniforms]:
+    """Return the tiles from which those of a model are chosen whose rows must have the same bits in any batch, the
+    fastest first."""
+    if dtype == torch.float32:
+        return UNIFORM_FLOAT32
+    return UNIFORM if has_large_memory(device) else UNIFORM[1:]
 
 
 def tiles_of(choices: Choices, rows: int) -> Tiles:
@@ -133,8 +210,10 @@ def multiply(
     assert norm is None
     tiles = -(-tokens // tile.tokens) if routed is None else routed.tiles
     sums = arrived = x
+    is_divided = tile.parts > 1 and not tile.is_serial
     if tile.parts > 1:
         assert not activation and routed is None
+    if is_divided:
         sums = torch.empty(tile.parts, tokens, rows, dtype=torch.float32, device=x.device)
         arrived = _arrived(x.device)
         assert -(-rows // tile.rows) * tiles <= MOST_TILES
@@ -142,7 +221,7 @@ def multiply(
     if not tokens:
         return out
     traits = bias is not None, residual is not None, columns % tile.columns == 0
-    launch(gpu_kernels("skinny").multiply, (-(-rows // tile.rows), tiles, tile.parts),
+    launch(gpu_kernels("skinny").multiply, (-(-rows // tile.rows), tiles, tile.parts if is_divided else 1),
         x, weight, x if bias is None else bias, out, out, pairs, owners, places, sums, arrived,
         tokens, rows, columns, x.stride()[0], out.stride()[0],
         constants=_constants(tile, traits, fan, activation, clamp), **dependence(x.device),
@@ -159,6 +238,7 @@ def _constants(
         "BIAS": bias, "ADD": add, **gate_constants(activation, clamp), "EVEN": even,
         "TOKENS": tile.tokens, "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages,
         "WIDEN": is_interpreted(), "SHARED": tile.shared, "FAN": fan, "PARTS": tile.parts, "AHEAD": tile.ahead,
+        "SERIAL": tile.is_serial,
         "num_warps": tile.warps,
     }  # fmt: skip
 

@@ -27,7 +27,7 @@ from engine.compiling import jobs
 from engine.kernels import launching
 from engine.kernels.launching import META, Compiling
 from engine.kernels.library import Choice
-from engine.models import Forward, on_gpu, skinny, weight_trial
+from engine.models import Forward, invariance, on_gpu, skinny, weight_trial
 from engine.models.decoder import Decoder
 from engine.models.family import BEFORE
 from engine.models.gpu_coded import CodedRows
@@ -171,6 +171,7 @@ def compiled(monkeypatch) -> list[str]:
     monkeypatch.setattr(JITFunction, "__getitem__", launch)
     for name in ("is_dependent", "has_large_memory"):
         monkeypatch.setattr(paged_gpu, name, lambda device: True)
+    monkeypatch.setattr(skinny, "has_large_memory", lambda device: True)
     monkeypatch.setattr(skinny, "shared_memory", lambda device: 227 << 10)
     return names
 
@@ -197,6 +198,8 @@ def serve(spec: ModelSpec, choices: Choices | None, *, is_uniform: bool, form: F
         linear.allocate()
     for linear in linears if is_uniform else ():
         linear.unify(UNIFORM[0])
+    if is_uniform:
+        choices = invariance.choices(spec)
     model.head._is_wide = is_uniform  # as on a GPU
     routers = [layer.experts.router for layer in model.layers if layer.experts is not None]
     for router in routers:
@@ -205,15 +208,17 @@ def serve(spec: ModelSpec, choices: Choices | None, *, is_uniform: bool, form: F
         norm.use(partial(on_gpu.add_norm, added=None, norm=norm))
     backend = PagedGPU(invariant=is_uniform)
     cache = KVCache.allocate(
-        backend, spec.layers, num_blocks=16, block_size=16, dtype=torch.bfloat16, device=CPU, sinks=model.sinks
+        backend, spec.layers, num_blocks=40, block_size=16, dtype=torch.bfloat16, device=CPU, sinks=model.sinks
     )
     executor = OnGPU(spec, model.embedding, model.layers, model.rotaries, model.inputs, choices=choices)
-    for rows in ([([1], 0, 9), ([2], 5, 1)], [([1], 9, 1)], [([1], 9, 1), ([3], 0, 1)], [(list(range(5)), 0, 70)]):
+    longer = [[(list(range(40)), 0, count)] for count in (120, 250, 500, 600) if is_uniform]  # for all tiles
+    few = [[([1], 0, 9), ([2], 5, 1)], [([1], 9, 1)], [([1], 9, 1), ([3], 0, 1)], [(list(range(5)), 0, 70)]]
+    for rows in (*few, *longer):
         positions = torch.cat([torch.arange(first, first + count) for _, first, count in rows])
         plan = cache.plan(AttentionMeta.of(rows, 16))
-        hidden = executor.run(Forward(positions, positions, plan, cache, positions))
+        hidden = executor.run(Forward(positions % spec.vocab_size, positions, plan, cache, positions))
         if is_uniform:
-            model.project(hidden[-1:])
+            model.project(hidden)
     sampling, x = TritonLogits(spec.vocab_size, CPU), torch.zeros(3, spec.vocab_size)
     sampling.best(x)
     for has_k, has_p in ((False, False), (True, True)):

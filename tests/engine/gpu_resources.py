@@ -109,7 +109,7 @@ def attend(
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "V_DIM": layer.v_head_dim,
         "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "QUERIES": queries,
         "ROWS": tile_rows(layer, queries), "PARTED": kind != "chunk",
-        "TILE": shape.keys, "UNIFORM": uniform, "SKIP": is_large and queries > 1,
+        "TILE": shape.keys, "UNIFORM": uniform, "SKIP": shape.skips,
         "WINDOW": layer.window or 0, "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None,
         "SCALED": is_scaled, "WIDEN": False, "DEPENDENT": is_large,
         "NEAR": near_lines(layer, 16) if shape.is_early and not is_scaled else 0,
@@ -172,7 +172,8 @@ def few(
     constants = {
         "BIAS": False, "ADD": add, "EVEN": True, "TOKENS": tile.tokens, "ROWS": tile.rows,
         "COLUMNS": tile.columns, "STAGES": tile.stages, "WIDEN": False, "DEPENDENT": dependent, "SHARED": tile.shared,
-        "FAN": fan, "PARTS": tile.parts, "AHEAD": tile.ahead, **gate_constants(activation, None),
+        "FAN": fan, "PARTS": tile.parts, "AHEAD": tile.ahead, "SERIAL": tile.is_serial,
+        **gate_constants(activation, None),
     }  # fmt: skip
     return dict.fromkeys(pointers, "*" + NAMES[dtype]) | ROUTED | PARTED, constants
 
@@ -369,9 +370,15 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
             label = f"few {size.tokens} rows, tiles of {size.rows} by {size.columns}, {kind} bf16"
             yield label, skinny.multiply, found, size.warps
     for dtype, candidates in ((torch.bfloat16, few_rows.UNIFORM), (torch.float32, few_rows.UNIFORM_FLOAT32)):
-        for size in itertools.chain(*(each.values() for each in candidates)):
-            found = few(size, dtype, dependent=arch >= 90)
-            label = f"tiles of {size.tokens} by {size.rows} {NAMES[dtype]}"
+        chosen_from = candidates if arch >= 90 else candidates[-2:]  # see skinny.uniforms
+        of_gates = dict.fromkeys(itertools.chain(*(each.gated.values() for each in chosen_from)))
+        others = dict.fromkeys(size for each in chosen_from for tiles in each for size in tiles.values())
+        for size, is_gate in [*((size, False) for size in others), *((size, True) for size in of_gates)]:
+            if size in of_gates and not is_gate:
+                continue  # of a model whose gate has a kernel of its own: it takes fewer registers
+            found = few(size, dtype, activation="silu" * is_gate, add=not is_gate, dependent=arch >= 90)
+            parts = f", {size.parts} parts" if size.parts > 1 else ""
+            label = f"tiles of {size.tokens} by {size.rows}{', gate' * is_gate}{parts} {NAMES[dtype]}"
             yield f"alike {label}", skinny.multiply, found, size.warps
     for name, (hidden, count, active) in EXPERTS.items():
         yield f"choose {name}", experts.choose, chosen(count, active, arch=arch), warps(power_of_two(count))

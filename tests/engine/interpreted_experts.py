@@ -27,7 +27,7 @@ from engine.models.experts import Experts, Sigmoids
 from engine.models.gpu_experts import RoutedExperts, objection
 from engine.models.layers import Quantization
 from engine.models.on_gpu import OnGPU
-from engine.models.skinny import ANY, Tile
+from engine.models.skinny import ANY, Tile, Uniforms
 from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, Calls, cache_of, inside, step
 from tests.engine.interpreter import prepare
 from tests.engine.recorder import Recorder
@@ -42,7 +42,7 @@ SMALL = Tile(16, 16, 2, 2)
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Let products have small tiles; the trials of the models are left out."""
-    monkeypatch.setattr(skinny, "UNIFORM_FLOAT32", [{ANY: SMALL}])
+    monkeypatch.setattr(skinny, "UNIFORM_FLOAT32", [Uniforms.undivided({ANY: SMALL}, {ANY: SMALL})])
     monkeypatch.setattr(weight_trial, "objection", lambda *_: None)
 
 

@@ -36,7 +36,7 @@ from engine.models.gpu_form import ROUNDED
 from engine.models.gpu_weights import GPUProduct, random_weight
 from engine.models.on_gpu import OnGPU
 from engine.models.routing import Order
-from engine.models.skinny import ANY, UNIFORM, UNIFORM_FLOAT32, Tile, multiply, tile_of
+from engine.models.skinny import ANY, UNIFORM, UNIFORM_FLOAT32, Tile, Uniforms, multiply, tile_of
 from engine.runner import cuda_graphs, logits_choice, triton_logits
 from engine.runner.logits import TorchLogits
 from engine.scheduler import Scheduler
@@ -49,7 +49,12 @@ from tests.models import load_model
 
 prepare()
 PART = 16  # tokens of a part of a context, instead of 256
-SMALL = [{4: Tile(16, 64, 2, 2), ANY: Tile(32, 128, 4, 2, columns=64, shared=2)}, {ANY: Tile(32, 64, 4, 2)}]
+WHOLE_SUMS = {4: Tile(16, 64, 2, 2), ANY: Tile(32, 128, 4, 2, columns=64, shared=2)}
+IN_PARTS = {4: Tile(16, 32, 2, 2, parts=2), ANY: Tile(32, 64, 4, 2, columns=64, shared=2, parts=2, is_serial=True)}
+SMALL = [
+    Uniforms(WHOLE_SUMS, WHOLE_SUMS, IN_PARTS, IN_PARTS),
+    Uniforms.undivided({ANY: Tile(32, 64, 4, 2)}, {ANY: Tile(32, 64, 4, 2)}),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -144,10 +149,14 @@ def test_attention_to_a_context_has_the_same_bits_however_its_tokens_are_divided
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("is_invariant", [False, True])
-def test_keys_that_all_queries_see_are_not_masked_on_large_gpus_which_changes_no_bit(shape, is_invariant, monkeypatch):
-    found = []
-    for is_large in (False, True):
-        monkeypatch.setattr(paged_gpu, "has_large_memory", lambda device, is_large=is_large: is_large)
+def test_a_loop_without_masks_over_the_keys_that_all_queries_see_changes_no_bit(shape, is_invariant, monkeypatch):
+    found, plain = [], paged_gpu.attend_shape
+    for skips in (False, True):
+
+        def shape_of(layer: Any, dtype: Any, queries: int, *args: Any, skips: bool = skips, **traits: Any) -> Any:
+            return plain(layer, dtype, queries, *args, **traits)._replace(skips=skips and queries > 1)
+
+        monkeypatch.setattr(paged_gpu, "attend_shape", shape_of)
         found.append(attended(PagedGPU(invariant=is_invariant), SHAPES[shape], DIVIDED)[0])
     assert torch.equal(*found)
 
@@ -167,17 +176,45 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     "dtype, candidates", [(torch.float32, UNIFORM_FLOAT32), (torch.float16, UNIFORM), (torch.float32, SMALL)]
 )
 def test_a_product_of_any_number_of_rows_has_the_same_bits_with_all_tiles(dtype, candidates):
-    x, weight, bias = numbers(150, 136, dtype=dtype), numbers(72, 136, dtype=dtype), numbers(72, dtype=dtype)
-    whole = {}
-    for number, uniform in enumerate(candidates):
+    x, weight, bias = numbers(150, 300, dtype=dtype), numbers(72, 300, dtype=dtype), numbers(72, dtype=dtype)
+    found: dict[int, list[Tensor]] = {}  # by the number of parts of a sum
+    for tile in {tile for uniforms in candidates for tiles in uniforms for tile in tiles.values()}:
         for first, last in [(0, 150), (0, 1), (149, 150), (3, 20), (1, 66), (5, 5)]:
-            tile = tile_of(uniform, last - first)
-            assert tile is not None
-            found = multiply(x[first:last], weight, tile, bias=bias, dtype=torch.float32)
-            assert torch.equal(found, whole.setdefault(number, found)[first:last])
-    assert len({tuple(found.flatten().tolist()) for found in whole.values()}) == 1
+            result = multiply(x[first:last], weight, tile, bias=bias, dtype=torch.float32)
+            own = found.setdefault(tile.parts, [multiply(x, weight, tile, bias=bias, dtype=torch.float32)])
+            assert torch.equal(result, own[0][first:last])
     want = x.double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(whole[0].double(), want, rtol=1e-4, atol=1e-4)
+    for (each,) in found.values():
+        torch.testing.assert_close(each.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_which_sums_are_in_parts_depends_on_the_weight_alone():
+    first, *others = UNIFORM
+    assert first.of(1024, 3072, is_gated=False) is first.quarters
+    assert first.of(4096, 12288, is_gated=False) is first.halves
+    assert first.of(4096, 1024, is_gated=False) is first.of(151936, 4096, is_gated=False) is first.whole
+    assert first.of(1024, 3072, is_gated=True) is first.gated
+    for uniforms in UNIFORM:
+        for tiles, parts in zip(uniforms, (1, 1, 2, 4) if uniforms is first else (1, 1, 1, 1), strict=True):
+            assert {tile.parts for tile in tiles.values()} == {parts}
+    assert others and all(next(reversed(tiles)) == ANY for uniforms in UNIFORM for tiles in uniforms)
+
+
+@pytest.mark.parametrize("activation", ["silu", ""])
+def test_gates_and_residuals_have_the_same_bits_for_any_number_of_rows(activation):
+    x, weight = numbers(40, 300, dtype=torch.float16), numbers(144, 300, dtype=torch.float16)
+    residual = numbers(40, 144, dtype=torch.float16)
+    tables = (SMALL[0].gated,) if activation else (SMALL[0].whole, SMALL[0].quarters)
+    for tiles in tables:
+
+        def product(first: int, last: int, tiles: Any = tiles) -> Tensor:
+            tile = tile_of(tiles, last - first)
+            added = None if activation else residual[first:last].clone()
+            return multiply(x[first:last], weight, tile, residual=added, activation=activation)
+
+        whole = product(0, 40)
+        for first, last in [(0, 1), (39, 40), (3, 20)]:
+            assert torch.equal(product(first, last), whole[first:last])
 
 
 @pytest.mark.parametrize("form", [ROUNDED[8], ROUNDED[4]], ids=lambda form: form.name)
@@ -203,7 +240,7 @@ def small(monkeypatch):
     """Small tiles, and few tokens in the proof. Other tests compare the kernels with torch."""
     monkeypatch.setattr(skinny, "UNIFORM_FLOAT32", SMALL)
     monkeypatch.setattr(invariance, "OTHERS", 6)
-    monkeypatch.setattr(invariance, "FEW", 5)
+    monkeypatch.setattr(invariance, "CHUNKS", (3, 5))
     for module in (paged_gpu, triton_logits, on_gpu):
         monkeypatch.setattr(module, "trial", lambda *_, **__: None)
 
@@ -320,11 +357,11 @@ def test_tiles_that_round_otherwise_give_way_to_one_for_all_rows(tmp_path, monke
 
     def rounded(x: Tensor, weight: Tensor, tile: Tile, **more: Any) -> Tensor:
         used.add(tile)
-        return multiply(x, weight, tile, **more) * (1 + 2.0**-22 * (tile == SMALL[0][4]))
+        return multiply(x, weight, tile, **more) * (1 + 2.0**-22 * (tile == WHOLE_SUMS[4]))
 
     monkeypatch.setattr(layers, "multiply", rounded)
     assert model_of("qwen3", tmp_path).product.invariant
-    assert SMALL[1][ANY] in used
+    assert SMALL[1].whole[ANY] in used
     monkeypatch.setattr(invariance, "proof", lambda *_: "7 of 9 numbers of the head depend on the batch")
     model = model_of("qwen3", tmp_path / "again")
     assert (model.product.invariant, model.product.note) == (False, "7 of 9 numbers of the head depend on the batch")

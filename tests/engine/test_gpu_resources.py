@@ -56,7 +56,7 @@ CASES = [
     (90, "^row bf16 (int4 in groups of 128|float8 in groups).*, 32 words, 16 warps", {"row"}),
     (80, "^row fp16 (float8 in rows|int4 in groups of 128).*, 32 words, 16 warps", {"row"}),
     (80, "^few 16 rows, tiles of (32 by 128, gate|16 by 512, in)", {"few"}),
-    (90, "alike tiles of (128|.* fp32)", {"alike"}),
+    (90, "alike tiles of (128|256|.* fp32)", {"alike"}),
     (90, "routed ((gate|down), tiles of 128|gate, tiles of 64|(int4|float8 in groups).*tiles of 64)", {"routed"}),
     (90, "(choose|combine) Qwen3 30B|arrange Qwen3 30B, tiles of 128", {"choose", "arrange", "combine"}),
     (80, "alike tiles of (128|.* fp32)", {"alike"}),

@@ -19,6 +19,7 @@ from tests.engine.test_exact import serve
 from tests.engine.test_logits import cases
 from tests.models import FLOAT32_ONLY, MODELS, NATIVE, make
 
+NUM_BLOCKS = 2048  # so that several tests can run at the same time
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -50,7 +51,9 @@ def test_our_kernels_compute_native_models(name, dtype, kv_dtype, tmp_path: path
     if kv_dtype == "fp8" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
         pytest.skip("this GPU does not convert fp8")
     runner, info, _ = build(
-        EngineConfig(model=str(make(name, tmp_path)), dtype=dtype, kv_dtype=kv_dtype, device="cuda")
+        EngineConfig(
+            model=str(make(name, tmp_path)), dtype=dtype, kv_dtype=kv_dtype, device="cuda", num_blocks=NUM_BLOCKS
+        )
     )
     assert (info.attention, info.sampling) == ("triton", "triton")
     assert info.product_note == ""
@@ -68,7 +71,7 @@ async def test_a_batch_invariant_engine_gives_the_same_bits_alone_and_in_any_bat
     if quantization != "none" and dtype == "float32":
         pytest.skip("the kernels for quantized weights do not compute in float32")
     settings = {"device": "cuda", "dtype": dtype, "quantization": quantization, "batch_invariant": True}
-    base = {"model": str(make(name, tmp_path)), "max_seqs": 8, **settings}
+    base = {"model": str(make(name, tmp_path)), "max_seqs": 8, "num_blocks": NUM_BLOCKS, **settings}
     alone, exact, _ = await serve(EngineConfig(**base, prefix_caching=False, enforce_eager=True), together=False)
     assert exact
     for changes in ({"enforce_eager": True}, {}, {"max_batched_tokens": 9}, {"num_blocks": 14}):

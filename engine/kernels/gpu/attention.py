@@ -59,6 +59,54 @@ def _masked(scores, own, position, begin, end, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _tile(
+    top, total, values, q, position, begin, end, at, cache_at, scales_at, table_at, scale, factor, softcap, cache_block,
+    scales_block, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr, V_DIM_P: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
+    WIDEN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return the softmax with TILE keys more, from `at` on. MASKED: not all queries see all of them."""
+    d = tl.arange(0, DIM_P)
+    e = tl.arange(0, V_DIM_P)
+    t = tl.arange(0, TILE)
+    key = at + t
+    if MASKED:
+        # Blocks before the window may be another sequence's, so other keys are loaded instead, and not seen below.
+        key = tl.minimum(tl.maximum(key, begin), end - 1)
+    block = tl.load(table_at + key // BLOCK).to(tl.int64)
+    offset = key % BLOCK
+    share = cache_at + block * cache_block
+    k_at = (share + offset * DIM)[:, None] + d[None, :]
+    # With heads of one size, the addresses of values are those of keys plus a constant, which takes no instructions.
+    v_at = k_at + BLOCK * DIM if DIM == V_DIM else (share + BLOCK * DIM + offset * V_DIM)[:, None] + e[None, :]
+    k = tl.load(k_at) if DIM == DIM_P else tl.load(k_at, mask=(d < DIM)[None, :], other=0.0)
+    if WIDEN:
+        scores = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
+    else:
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    if SCALED:
+        scales = scales_at + block * scales_block + (BLOCK * (DIM + V_DIM) + 3) // 4 + offset
+        scores *= tl.load(scales)[None, :]
+    if SOFTCAP:
+        scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 * scale / softcap)) + 1.0))
+    if MASKED:
+        scores = _masked(scores, at + t, position, begin, end, WINDOW)
+    highest = tl.maximum(top, tl.max(scores, 1) * factor)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(scores * factor - shift[:, None])  # fused, one instruction multiplies and subtracts
+    decay = tl.exp2(top - shift)
+    total = total * decay + tl.sum(weights, 1)
+    if SCALED:
+        weights = weights * tl.load(scales + BLOCK)[None, :]
+    v = tl.load(v_at) if V_DIM == V_DIM_P else tl.load(v_at, mask=(e < V_DIM)[None, :], other=0.0)
+    if WIDEN:
+        values = values * decay[:, None] + tl.dot(weights, v.to(tl.float32), input_precision="ieee")
+    else:
+        values = tl.dot(weights.to(q.dtype), v.to(q.dtype), values * decay[:, None], input_precision="ieee")
+    return highest, total, values
+
+
+@triton.jit
 def _attended(
     q, position, first, last, begin, end, cache_at, scales_at, table_at, scale, softcap, cache_block, scales_block,
     DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr, V_DIM_P: tl.constexpr, BLOCK: tl.constexpr,
@@ -70,55 +118,43 @@ def _attended(
     position: [ROWS], of each query; first, last: of the item's queries. cache_at, scales_at: the KV head's share of
     block 0. table_at: the row's blocks. scale is not negative.
     """
-    d = tl.arange(0, DIM_P)
-    e = tl.arange(0, V_DIM_P)
-    t = tl.arange(0, TILE)
     # Scores that are not seen stay -inf even if the scale is rounded to 0.
     factor = LOG2E if SOFTCAP else tl.maximum(scale * LOG2E, 1e-30)
-    # All queries see the keys in between.
-    seen_begin = begin
-    if WINDOW:
-        seen_begin = tl.maximum(begin, last - WINDOW + 1)
-    seen_end = tl.minimum(end, first + 1)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, V_DIM_P], tl.float32)
-    for at in range(begin // TILE * TILE, end, TILE):
-        # Blocks before the window may be another sequence's, so other keys are loaded instead, and not seen below.
-        key = tl.minimum(tl.maximum(at + t, begin), end - 1)
-        block = tl.load(table_at + key // BLOCK).to(tl.int64)
-        offset = key % BLOCK
-        share = cache_at + block * cache_block
-        k_at = (share + offset * DIM)[None, :] + d[:, None]
-        v_at = (share + BLOCK * DIM + offset * V_DIM)[:, None] + e[None, :]
-        k = tl.load(k_at) if DIM == DIM_P else tl.load(k_at, mask=(d < DIM)[:, None], other=0.0)
-        if WIDEN:
-            scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
-        else:
-            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
-        if SCALED:
-            scales = scales_at + block * scales_block + (BLOCK * (DIM + V_DIM) + 3) // 4 + offset
-            scores *= tl.load(scales)[None, :]
-        if SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 * scale / softcap)) + 1.0))
-        if SKIP:
-            if (at < seen_begin) | (at + TILE > seen_end):
-                scores = _masked(scores, at + t, position, begin, end, WINDOW)
-        else:
-            scores = _masked(scores, at + t, position, begin, end, WINDOW)
-        highest = tl.maximum(top, tl.max(scores, 1) * factor)
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp2(scores * factor - shift[:, None])  # fused, one instruction multiplies and subtracts
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(weights, 1)
-        if SCALED:
-            weights = weights * tl.load(scales + BLOCK)[None, :]
-        v = tl.load(v_at) if V_DIM == V_DIM_P else tl.load(v_at, mask=(e < V_DIM)[None, :], other=0.0)
-        if WIDEN:
-            values = values * decay[:, None] + tl.dot(weights, v.to(tl.float32), input_precision="ieee")
-        else:
-            values = tl.dot(weights.to(q.dtype), v.to(q.dtype), values * decay[:, None], input_precision="ieee")
-        top = highest
+    since = begin // TILE * TILE
+    if SKIP:
+        # All queries see the keys in between, of which most loops have the most. The loop before is that of a window.
+        seen = tl.maximum(since, tl.minimum(end, first + 1) // TILE * TILE)
+        if WINDOW:
+            head = tl.minimum(tl.cdiv(tl.maximum(begin, last - WINDOW + 1), TILE) * TILE, seen)
+            for at in tl.range(since, head, TILE, num_stages=1):
+                top, total, values = _tile(
+                    top, total, values, q, position, begin, end, at, cache_at, scales_at, table_at, scale, factor,
+                    softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW, SOFTCAP,
+                    SCALED, WIDEN, True,
+                )  # fmt: skip
+            since = head
+        for at in range(since, seen, TILE):
+            top, total, values = _tile(
+                top, total, values, q, position, begin, end, at, cache_at, scales_at, table_at, scale, factor, softcap,
+                cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW, SOFTCAP, SCALED, WIDEN,
+                False,
+            )  # fmt: skip
+        for at in tl.range(seen, end, TILE, num_stages=1):
+            top, total, values = _tile(
+                top, total, values, q, position, begin, end, at, cache_at, scales_at, table_at, scale, factor, softcap,
+                cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW, SOFTCAP, SCALED, WIDEN,
+                True,
+            )  # fmt: skip
+    else:
+        for at in range(since, end, TILE):
+            top, total, values = _tile(
+                top, total, values, q, position, begin, end, at, cache_at, scales_at, table_at, scale, factor, softcap,
+                cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW, SOFTCAP, SCALED, WIDEN,
+                True,
+            )  # fmt: skip
     return top, total, values
 
 
@@ -140,10 +176,10 @@ def attend(
     far as its row has more. sums: [parts, HEADS, V_DIM] and weights: [parts, HEADS, 2] hold the parts' results;
     arrived: [parts, KV_HEADS] counts them and is zero before and after. ROWS >= QUERIES * HEADS // KV_HEADS is the
     height of a tile. UNIFORM: an item with 0 parts is its whole context, in parts that are added up as those of several
-    items are, so that a token's sums have one order whatever its row is. SKIP: do not mask the keys of tiles that all
-    queries see, which changes no result. WIDEN: multiply in float32, as the interpreter must. NEAR: a power of two,
-    the lines of 64 numbers of a head's share of a block, which come to the cache before; 0: they do not. DEPENDENT as
-    in skinny.multiply.
+    items are, so that a token's sums have one order whatever its row is. SKIP: the keys of tiles that all queries see
+    have a loop of their own, without masks, which changes no result. WIDEN: multiply in float32, as the interpreter
+    must. NEAR: a power of two, the lines of 64 numbers of a head's share of a block, which come to the cache before; 0:
+    they do not. DEPENDENT as in skinny.multiply.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0)  # first, so that programs without items start after those that have one

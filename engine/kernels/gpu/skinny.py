@@ -19,6 +19,32 @@ from . import activations
 from .prefetching import prefetch
 
 LINE = tl.constexpr(64)  # numbers of 16 bits in a line of the cache
+PART = tl.constexpr(128)  # columns of which a part of a sum is a multiple, unless a step has more
+
+
+@triton.jit
+def _summed(
+    total, up_total, x_at, weight_at, up_at, begin, end, columns, is_token, is_row, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of a tile, and with an ACTIVATION those of its other half, with the columns from begin to end."""
+    k = tl.arange(0, COLUMNS)
+    for column in tl.range(begin, end, COLUMNS, num_stages=STAGES):
+        if EVEN:
+            x = tl.load(x_at + column, mask=is_token[:, None], other=0.0).to(WIDE)
+            weight = tl.load(weight_at + column, mask=is_row[None, :], other=0.0).to(WIDE)
+        else:
+            left = k < columns - column
+            x = tl.load(x_at + column, mask=is_token[:, None] & left[None, :], other=0.0).to(WIDE)
+            weight = tl.load(weight_at + column, mask=is_row[None, :] & left[:, None], other=0.0).to(WIDE)
+        total = tl.dot(x, weight, total, input_precision="ieee")
+        if ACTIVATION != "":
+            if EVEN:
+                up = tl.load(up_at + column, mask=is_row[None, :], other=0.0).to(WIDE)
+            else:
+                up = tl.load(up_at + column, mask=is_row[None, :] & left[:, None], other=0.0).to(WIDE)
+            up_total = tl.dot(x, up, up_total, input_precision="ieee")
+    return total, up_total
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -28,9 +54,10 @@ def multiply(
     BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     EVEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, WIDEN: tl.constexpr, DEPENDENT: tl.constexpr, SHARED: tl.constexpr, FAN: tl.constexpr,
-    PARTS: tl.constexpr, AHEAD: tl.constexpr,
+    PARTS: tl.constexpr, AHEAD: tl.constexpr, SERIAL: tl.constexpr,
 ):  # fmt: skip
-    """Write x @ weight.T to out [tokens, rows], rounded once. The grid is (tiles of rows, tiles of tokens, PARTS).
+    """Write x @ weight.T to out [tokens, rows], rounded once. The grid is (tiles of rows, tiles of tokens, PARTS), with
+    SERIAL (tiles of rows, tiles of tokens).
 
     x: [tokens, columns]. weight: [rows, columns], contiguous. BIAS adds bias [rows]; ADD adds residual, which has the
     shape and strides of out and may be out. With an ACTIVATION the weight has 2 * rows rows, the gate's first, and the
@@ -40,7 +67,7 @@ def multiply(
 
     With PARTS above 1 a program sums up as many consecutive columns, and the last one of a tile to arrive adds up all
     parts in their order; there is no activation. sums: [PARTS, tokens, rows] float32. arrived: an int32 per tile, zero
-    before and after.
+    before and after. With SERIAL each program computes all parts of its tile, one after the other, with the same bits.
 
     With FAN the product is that of routed pairs: result `pair` is row pair // FAN of x times the weight of the tile's
     owner. pairs and owners: see experts.arrange. places: [owners, 2] int64, where an owner's weight and bias are,
@@ -58,10 +85,13 @@ def multiply(
     is_row, is_token = n < rows, m < tokens
     begin = 0
     end = columns
+    share = columns
     if PARTS > 1:
-        share = tl.cdiv(tl.cdiv(columns, PARTS), COLUMNS) * COLUMNS
-        begin = tl.program_id(2) * share
-        end = tl.minimum(begin + share, columns)
+        UNIT: tl.constexpr = PART if COLUMNS < PART else COLUMNS
+        share = tl.cdiv(tl.cdiv(columns, PARTS), UNIT) * UNIT
+        if not SERIAL:
+            begin = tl.program_id(2) * share
+            end = tl.minimum(begin + share, columns)
     if DEPENDENT:
         # The weight is no result of a kernel before: its first columns come to the cache while this kernel waits.
         if not FAN:  # then it is not known yet which weight it is
@@ -85,23 +115,20 @@ def multiply(
     up_at = weight_at + rows.to(tl.int64) * columns
     total = tl.zeros([TOKENS, ROWS], tl.float32)
     up_total = tl.zeros([TOKENS, ROWS], tl.float32)
-    for column in tl.range(begin, end, COLUMNS, num_stages=STAGES):
-        if EVEN:
-            x = tl.load(x_at + column, mask=is_token[:, None], other=0.0).to(WIDE)
-            weight = tl.load(weight_at + column, mask=is_row[None, :], other=0.0).to(WIDE)
-        else:
-            left = k < columns - column
-            x = tl.load(x_at + column, mask=is_token[:, None] & left[None, :], other=0.0).to(WIDE)
-            weight = tl.load(weight_at + column, mask=is_row[None, :] & left[:, None], other=0.0).to(WIDE)
-        total = tl.dot(x, weight, total, input_precision="ieee")
-        if ACTIVATION != "":
-            if EVEN:
-                up = tl.load(up_at + column, mask=is_row[None, :], other=0.0).to(WIDE)
-            else:
-                up = tl.load(up_at + column, mask=is_row[None, :] & left[:, None], other=0.0).to(WIDE)
-            up_total = tl.dot(x, up, up_total, input_precision="ieee")
+    if SERIAL:
+        for since in range(0, columns, share):
+            piece, up_total = _summed(
+                tl.zeros([TOKENS, ROWS], tl.float32), up_total, x_at, weight_at, up_at, since,
+                tl.minimum(since + share, columns), columns, is_token, is_row, ACTIVATION, EVEN, COLUMNS, STAGES, WIDE,
+            )  # fmt: skip
+            total += piece
+    else:
+        total, up_total = _summed(
+            total, up_total, x_at, weight_at, up_at, begin, end, columns, is_token, is_row, ACTIVATION, EVEN, COLUMNS,
+            STAGES, WIDE,
+        )  # fmt: skip
     is_in = is_token[:, None] & is_row[None, :]
-    if PARTS > 1:
+    if PARTS > 1 and not SERIAL:
         sum_at = sums_ptr + m.to(tl.int64)[:, None] * rows + n[None, :]
         tl.store(sum_at + tl.program_id(2).to(tl.int64) * tokens * rows, total, mask=is_in)
         tl.debug_barrier()  # all threads have stored before one of them counts the part
