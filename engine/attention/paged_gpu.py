@@ -45,6 +45,7 @@ MAX_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 TRIAL_BLOCK = 16  # tokens per block in the trial
 FP8_CAPABILITY = (8, 9)  # of GPUs that convert fp8
 DEPENDENT_CAPABILITY = (9, 0)  # see `is_dependent`
+SHORT_ROWS, HOPPER = 16, 9  # see `is_short`; the major number of the capability
 DEPENDENT, NOT_DEPENDENT = {"DEPENDENT": True, "launch_pdl": True}, {"DEPENDENT": False}  # see `dependence`
 
 
@@ -78,8 +79,9 @@ class Rotation(NamedTuple):
 class PagedGPU:
     """Attention on CUDA. Its workspace is reused from call to call: one instance, one stream.
 
-    By default a token in a chunk is rounded otherwise than one alone. With `invariant` both have the same tiles and
-    parts of a context, and a chunk's programs add up the parts one by one.
+    By default a token in a chunk is rounded otherwise than one alone. With `invariant` both have the same parts of a
+    context and tiles of keys, a chunk's programs add up the parts one by one, and where it is not known that smaller
+    tiles of queries give the same bits, see is_short, both have the same ones.
     """
 
     drawback = ""  # no backend is preferred to it
@@ -213,7 +215,8 @@ class PagedGPU:
         is_large, dependent = has_large_memory(device), dependence(device)
         queries, table = queries_of(layer, dtype, uniform=uniform, is_large=is_large), plan.tables(cache).block_table
         launches = plan.launches((layer.window, queries))
-        kinds = ((launches.decodes, queries if uniform else 1, True), (launches.chunks, queries, uniform))
+        at_once = 1 if not uniform or is_short(layer, dtype, device, is_scaled=cache.is_scaled) else queries
+        kinds = ((launches.decodes, at_once, True), (launches.chunks, queries, uniform))
         traits = {"uniform": uniform, "is_scaled": cache.is_scaled, "is_large": is_large}
         for works, most, split in kinds:
             for work in works:
@@ -263,6 +266,18 @@ def queries_of(layer: AttentionLayer, dtype: torch.dtype, *, uniform: bool = Fal
 
 
 @functools.cache
+def is_short(layer: AttentionLayer, dtype: torch.dtype, device: torch.device, *, is_scaled: bool) -> bool:
+    """Return whether rows of one query have tiles of 16 rows, if results must not depend on the batch.
+
+    On an H100 they give the same bits as those of a chunk, by other matrix instructions; invariance.py proves it for
+    each model.
+    """
+    if breadth(layer) or is_scaled or dtype == torch.float32 or tile_rows(layer, 1) > SHORT_ROWS:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
+@functools.cache
 def attend_shape(
     layer: AttentionLayer,
     dtype: torch.dtype,
@@ -287,6 +302,8 @@ def attend_shape(
     keys = 32 if kind or (uniform and is_scaled) else 64
     if dtype == torch.float32 or kind > 1:
         keys = 16 if kind else 32
+    if uniform and queries == 1 and rows <= SHORT_ROWS:  # see is_short
+        return Shape(keys, 4 if tokens <= FEW_ROWS else 2, 3)
     warps = 8 if queries > 1 or rows > 64 or kind > 1 else 4
     # With three stages keys are loaded when they are needed, and not before.
     is_deep = queries == 1 or (dtype != torch.float32 and not is_scaled)

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from engine.attention.gpu_cache import Shape, near_lines, padded, power_of_two, tile_rows, warps
 from engine.attention.layer import LARGEST, AttentionLayer
-from engine.attention.paged_gpu import FEW_ROWS, attend_shape, queries_of
+from engine.attention.paged_gpu import FEW_ROWS, attend_shape, is_short, queries_of
 from engine.kernels.gpu import attention, changes, experts, layers, logits, matmul, shortlist, skinny, storing
 from engine.kernels.gpu import single as single_kernels
 from engine.models import gpu_experts, gpu_tiles, gpu_weights, single
@@ -93,9 +93,10 @@ def attend(
     layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, kind: str, arch: int
 ) -> tuple[Arguments, Shape]:
     """Return the types of the arguments and the constants of a launch, as PagedGPU makes it, and how it computes."""
-    uniform, is_scaled, is_large = kind == "uniform", cache in LARGEST, arch >= 90
-    queries = 1 if kind.startswith("decode") else queries_of(layer, dtype, uniform=uniform, is_large=arch >= 90)
-    tokens = 1 if kind == "decode of few" else FEW_ROWS + 1
+    uniform, is_scaled, is_large = kind.startswith("uniform"), cache in LARGEST, arch >= 90
+    is_decode = "decode" in kind
+    queries = 1 if is_decode else queries_of(layer, dtype, uniform=uniform, is_large=arch >= 90)
+    tokens = 1 if kind.endswith("of few") else FEW_ROWS + 1
     shape = attend_shape(layer, dtype, queries, tokens, uniform=uniform, is_scaled=is_scaled, is_large=is_large)
     types = {
         "q_ptr": dtype, "cache_ptr": cache, "scales_ptr": torch.float32 if cache in LARGEST else cache,
@@ -318,7 +319,9 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
             if cache == torch.float8_e4m3fn and arch < 89:
                 continue  # Triton does not convert these numbers there
             label = f"{name} {NAMES[dtype]} {NAMES[cache]}"
-            for kind in ("decode", "decode of few", "chunk", "uniform"):
+            is_uniform = arch >= 90 and is_short(each, dtype, torch.device("cpu"), is_scaled=cache in LARGEST)
+            decodes = ("uniform decode", "uniform decode of few") if is_uniform else ()
+            for kind in ("decode", "decode of few", "chunk", "uniform", *decodes):
                 arguments, shape = attend(each, dtype, cache, kind=kind, arch=arch)
                 yield f"{kind} {label}", attention.attend, arguments, shape
             yield f"store {label}", storing.store, store(each, dtype, cache), 1

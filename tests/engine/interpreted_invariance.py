@@ -161,6 +161,24 @@ def test_a_loop_without_masks_over_the_keys_that_all_queries_see_changes_no_bit(
     assert torch.equal(*found)
 
 
+def test_smaller_tiles_for_rows_of_one_query_change_no_bit(monkeypatch):
+    found, heights, plain = [], [], paged_gpu.attend_shape
+
+    def shape_of(layer: Any, dtype: Any, queries: int, *args: Any, **traits: Any) -> Any:
+        heights[-1].add(queries)
+        return plain(layer, dtype, queries, *args, **traits)
+
+    monkeypatch.setattr(paged_gpu, "attend_shape", shape_of)
+    for are_smaller in (True, False):
+        heights.append(set())
+        if not are_smaller:
+            monkeypatch.setattr(paged_gpu, "is_short", lambda *_, **__: False)
+        options = {"dtype": torch.float16, "held": torch.float16}
+        found.append(attended(PagedGPU(invariant=True), SHAPES["groups"], DIVIDED, **options)[0])
+    assert torch.equal(*found)
+    assert heights == [{1, 32}, {32}]
+
+
 def test_by_default_a_token_in_a_chunk_is_rounded_otherwise():
     whole, *_ = attended(PagedGPU(), SHAPES["groups"], WHOLE)
     divided, *_ = attended(PagedGPU(), SHAPES["groups"], DIVIDED)
