@@ -29,6 +29,13 @@ def most_parts(rows: int, length: int) -> int:
     return max(rows * -(-length // SPLIT), min(rows, FEW_ROWS) * -(-length // (SPLIT // 2)))
 
 
+def pinned(table: NDArray[np.int32], device: torch.device) -> Tensor:
+    """Return work items for a copy to the device: that of pageable memory would wait for the steps that the device has
+    not computed yet."""
+    tensor = torch.from_numpy(table)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def _counts(lengths: NDArray[np.int32], window: int | None, split: int) -> NDArray[np.int32]:
     """Return the number of parts of each context."""
     counts: NDArray[np.int32] = -(-lengths // split)
@@ -38,7 +45,7 @@ def _counts(lengths: NDArray[np.int32], window: int | None, split: int) -> NDArr
 class HostWork(NamedTuple):
     """The work items of one launch."""
 
-    table: Tensor  # [items + 1, ITEM] int32 on the host, pinned if there is a GPU
+    table: NDArray[np.int32]  # [items + 1, ITEM]
     num_parts: int
 
     @classmethod
@@ -48,9 +55,7 @@ class HostWork(NamedTuple):
         table[0] = 0
         table[0, :3] = len(items), meta.block_table.stride(0), split
         table[1:] = items
-        tensor = torch.from_numpy(table)
-        # The copy of pageable memory would wait for the steps that the device has not computed yet.
-        return cls(tensor.pin_memory() if meta.block_table.is_cuda else tensor, num_parts)
+        return cls(table, num_parts)
 
     @classmethod
     def empty(cls, meta: AttentionMeta) -> HostWork:
@@ -90,7 +95,10 @@ class Plan:
         if kind not in self._launches:
             device = self.meta.block_table.device
             decodes, chunks = (
-                [Work(table.to(device, non_blocking=True), len(table) - 1, parts) for table, parts in works]
+                [
+                    Work(pinned(table, device).to(device, non_blocking=True), len(table) - 1, parts)
+                    for table, parts in works
+                ]
                 for works in self.on_host(kind)
             )
             self._launches[kind] = Launches(decodes, chunks)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from . import gpu_plan
-from .gpu_plan import ITEM, HostWork, Kind, Launches, Plan, Work
+from .gpu_plan import ITEM, HostWork, Kind, Launches, Plan, Work, pinned
 from .layer import AttentionLayer
 from .metadata import AttentionMeta, Tables
 from .paged_gpu import has_large_memory, queries_of
@@ -44,13 +46,15 @@ class StaticPlans:
             return {kind: torch.zeros(items + 1, ITEM, dtype=torch.int32, device=device) for kind in kinds}
 
         self._decodes, self._chunks = tables(most), tables(max_chunk_tokens)
+        self._written: dict[int, NDArray[np.int32]] = {}  # what the tables at these addresses hold
         self._max_parts = most
 
-    def plan(self, tokens: int, *, has_chunks: bool) -> StaticPlan:
-        """Return the plan of steps of `tokens` tokens, padding included; without chunks each row has one token.
+    def plan(self, slots: Tensor, *, has_chunks: bool) -> StaticPlan:
+        """Return the plan of steps with these slots of tokens, padding included; without chunks each row has one token.
 
         There is nothing to attend to before `load`.
         """
+        tokens = len(slots)
         count = min(self._max_parts, gpu_plan.most_parts(tokens, self._meta.max_seq))
         launches = {
             # The workspace for partial results must not grow later, so each launch reserves all of it.
@@ -59,8 +63,8 @@ class StaticPlans:
             )
             for kind, table in self._decodes.items()
         }
-        others = tuple(Tables(slots[:tokens], table) for slots, table in self._meta.others)
-        meta = replace(self._meta, slot_mapping=self._meta.slot_mapping[:tokens], others=others)
+        others = tuple(Tables(own[:tokens], table) for own, table in self._meta.others)
+        meta = replace(self._meta, slot_mapping=slots, others=others)
         return StaticPlan(meta, launches)
 
     def takes(self, plan: Plan) -> bool:
@@ -78,14 +82,19 @@ class StaticPlans:
 
     def clear(self) -> None:
         """Leave nothing to attend to: the items of the last step name tokens that a smaller one does not have."""
+        self._written.clear()
         for table in (*self._decodes.values(), *self._chunks.values()):
             table[0].zero_()
 
     def _write(self, table: Tensor, works: list[HostWork], plan: Plan) -> None:
-        """Write one launch, which may have no items."""
-        items = (works[0] if works else HostWork.empty(plan.meta)).table
+        """Write one launch, which may have no items. Those of most decode steps are those of the step before."""
+        items, address = (works[0] if works else HostWork.empty(plan.meta)).table, table.data_ptr()
+        before = self._written.get(address)
+        if before is not None and np.array_equal(before, items):
+            return
+        self._written[address] = items
         # Stream order keeps the items of the step before until its kernels have read them.
-        table[: len(items)].copy_(items, non_blocking=True)
+        table[: len(items)].copy_(pinned(items, table.device), non_blocking=True)
 
 
 class StaticPlan(Plan):

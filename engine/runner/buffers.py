@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..graph_sizes import MAX_ROWS
+
 T = TypeVar("T", NDArray, Tensor)
 
 
@@ -29,6 +31,9 @@ class Views(NamedTuple, Generic[T]):
 # Triton compiles a kernel once more for addresses that are not multiples of this, and the trials have those that are.
 ALIGNMENT = 16  # bytes
 NUM_LONGS = 5  # the int64 inputs, which precede the int32 ones
+# The most tokens of a step whose int64 inputs lie next to the int32 ones: with the memory for prompts in between, a
+# decode would copy 300 kB. As many as the largest captured decodes have.
+SMALL = MAX_ROWS
 
 
 class Shape(NamedTuple):
@@ -53,13 +58,14 @@ def aligned(size: int, itemsize: int) -> int:
 
 
 class Buffers:
-    """One piece of memory on the host and one on the device. The address of each input never changes, and is aligned.
+    """One piece of memory on the host and one on the device. The addresses of an input never change, and are aligned.
 
-    On a CPU both are the same memory. The inputs of a step are valid until `views` is called for the next step. By then
-    its forward pass must be queued.
+    The memory begins with the int64 inputs of many tokens, which have another address than those of up to SMALL. On a
+    CPU host and device are the same memory. The inputs of a step are valid until `views` is called for the next step.
+    By then its forward pass must be queued.
 
-    The step's tokens are followed by padding up to token number `padded`: id 0 at position 0, with slot -1, for which
-    nothing is stored. Its logits are followed by those of token 0, up to the same number.
+    The step's tokens are followed by padding up to token number `padded`, or SMALL: id 0 at position 0, with slot -1,
+    for which nothing is stored. Its logits are followed by those of token 0, up to the same number.
     """
 
     def __init__(
@@ -68,10 +74,13 @@ class Buffers:
         assert padded <= max_tokens
         self._padded = padded
         self._largest = Shape(max_tokens, max_seqs, max_blocks, logits=max_tokens, hidden=max_tokens)
-        sizes = self._largest.num_elements()
-        *starts, self._longs = accumulate((aligned(size, 8) for size in sizes[:NUM_LONGS]), initial=0)
-        *int_starts, ints = accumulate((aligned(size, 4) for size in sizes[NUM_LONGS:]), initial=0)
-        self._starts = starts + int_starts  # of each input, among the numbers of its type
+        small = aligned(min(SMALL, max_tokens), 8)
+        many = aligned(max_tokens, 8) if max_tokens > SMALL else 0
+        self._many = [many * index for index in range(NUM_LONGS)]
+        self._few = [many * NUM_LONGS + small * index for index in range(NUM_LONGS)]
+        self._longs = (many + small) * NUM_LONGS
+        int_sizes = self._largest.num_elements()[NUM_LONGS:]
+        *self._ints, ints = accumulate((aligned(size, 4) for size in int_sizes), initial=0)
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(self._longs + -(-ints // 2), dtype=torch.int64, pin_memory=on_gpu)
         self._device = self._host.to(device) if on_gpu else self._host
@@ -98,26 +107,36 @@ class Buffers:
         To be called between steps: it overwrites the inputs of the last one.
         """
         assert tokens <= self._padded
-        self.views(Shape(0, 0, 0, 0, 0))
-        self.upload()
         rows, width = self._largest.rows, self._largest.width
-        return self._views(Shape(tokens, rows, width, tokens, 0))[1]
+        shape = Shape(tokens, rows, width, tokens, 0)
+        self.views(shape)
+        self._pad(Shape(0, 0, 0, 0, 0), region=shape)
+        self.upload()
+        return self._tensors
 
     def upload(self) -> None:
         """Copy the inputs to the device, in one piece that ends with the block table."""
         if self._copied is not None:
-            ints = self._starts[-1] + self._shape.num_elements()[-1]
-            used = self._longs + -(-ints // 2)
-            self._device[:used].copy_(self._host[:used], non_blocking=True)
+            ints = self._ints[-1] + self._shape.num_elements()[-1]
+            longs = self._shape.num_elements()[:NUM_LONGS]
+            first = min(self._start(index, size) for index, size in enumerate(longs))
+            used = slice(first, self._longs + -(-ints // 2))
+            self._device[used].copy_(self._host[used], non_blocking=True)
             self._copied.record()
 
-    def _pad(self, shape: Shape) -> None:
-        """Write the padding after a step of this shape. Other steps of the same shape leave it as it is."""
-        arrays, _ = self._views(Shape(self._padded, 0, 0, self._padded, 0))
-        arrays.ids[shape.tokens :] = 0
-        arrays.positions[shape.tokens :] = 0
-        arrays.slot_mapping[shape.tokens :] = -1
-        arrays.logits_at[shape.logits :] = 0
+    def are_static(self, ids: Tensor) -> bool:
+        """Return whether a step's ids lie where those of a captured step of as many tokens do."""
+        return ids.data_ptr() == self._device.data_ptr() + self._start(0, len(ids)) * self._device.itemsize
+
+    def _pad(self, shape: Shape, region: Shape | None = None) -> None:
+        """Write the padding after a step of this shape. Other steps of the same shape leave it as it is. `region`: the
+        shape of the step whose memory is padded; None: the same."""
+        counts = (region or shape).num_elements()
+        host = self._host.numpy()
+        for index, (count, own, value) in enumerate(zip(counts, shape.num_elements(), (0, 0, -1, 0), strict=False)):
+            start = self._start(index, count)
+            end = self._padded if self._is_many(count) else min(self._padded, SMALL)
+            host[start + own : start + max(own, end)] = value
 
     def _views(self, shape: Shape) -> tuple[Views[NDArray], Views[Tensor]]:
         longs, host = self._longs, self._host.numpy()
@@ -125,7 +144,15 @@ class Buffers:
         return arrays, self._slices(self._device[:longs], self._device[longs:].view(torch.int32), shape)
 
     def _slices(self, longs: T, ints: T, shape: Shape) -> Views[T]:
-        memory = [longs] * NUM_LONGS + [ints] * (len(self._starts) - NUM_LONGS)
-        ends = map(int.__add__, self._starts, shape.num_elements())
-        *rest, block_table = (part[start:end] for part, start, end in zip(memory, self._starts, ends, strict=True))
+        sizes = shape.num_elements()
+        starts = [self._start(index, size) for index, size in enumerate(sizes[:NUM_LONGS])] + self._ints
+        memory = [longs] * NUM_LONGS + [ints] * len(self._ints)
+        *rest, block_table = (part[at : at + size] for part, at, size in zip(memory, starts, sizes, strict=True))
         return Views._make([*rest, block_table.reshape(shape.rows, shape.width)])
+
+    def _start(self, index: int, count: int) -> int:
+        """Return where the int64 input with this index begins, if it has this many numbers."""
+        return (self._many if self._is_many(count) else self._few)[index]
+
+    def _is_many(self, count: int) -> bool:
+        return count > SMALL

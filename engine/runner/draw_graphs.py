@@ -58,6 +58,7 @@ class DrawGraphs:
         self._ids = torch.zeros(largest, dtype=torch.int64, device=device)
         # The parameters of all rows, then their slots: a step copies them at once.
         self._packet = torch.zeros(largest * (NUM_FIELDS + 1), dtype=torch.int64, device=device)
+        self._loaded = np.zeros(0, np.int64)  # what the packet holds
         self._heads: dict[int, Work] = {}
         self._draws: dict[int, dict[Kind, Work]] = {}
 
@@ -100,12 +101,15 @@ class DrawGraphs:
         return self._tops[:rows], self._ids[:rows]
 
     def _load(self, bucket: int, fields: NDArray, slots: Ints) -> None:
-        """Copy the inputs of a draw to the device. Does not wait."""
+        """Copy the inputs of a draw to the device, if they are new. Does not wait."""
         packet = np.zeros(bucket * (NUM_FIELDS + 1), np.int64)
         packet[: len(fields) * NUM_FIELDS] = fields.view(np.int64)
         own = packet[bucket * NUM_FIELDS :]
         own[: len(slots)] = slots
         own[len(slots) :] = 0 if self._last is None else len(self._last) - 1
+        if np.array_equal(packet, self._loaded):  # as in most steps of the same greedy rows
+            return
+        self._loaded = packet
         # Stream order keeps the inputs of the step before until its kernels have read them.
         self._packet[: len(packet)].copy_(on_device(packet, self._packet.device))
 

@@ -19,7 +19,7 @@ from ..models import Forward, Model, ModelSpec
 from ..models.decoder import Decoder
 from ..models.executor import Executor
 from ..models.on_gpu import OnGPU
-from .buffers import Buffers
+from .buffers import SMALL, Buffers
 from .cuda_graphs import GraphDevice
 from .draw_graphs import DrawGraphs
 from .group_tables import GroupTables
@@ -76,7 +76,6 @@ class Graphs:
         self._reserve, self._step_bytes, self._bytes = reserve, step_bytes, 0
         self._expected = reserve.allocated + reserve.step_graph  # of the next capture
         inputs = buffers.padding(sizes.largest)
-        self._address = inputs.ids.data_ptr()
         meta = AttentionMeta(
             query_start=inputs.query_start,
             seq_lens=inputs.seq_lens,
@@ -117,7 +116,7 @@ class Graphs:
     def takes(self, forward: Forward) -> bool:
         """Return whether a graph computes this step: by its size, the addresses of its inputs, and the launches that
         were captured."""
-        if forward.cache is not self._cache or forward.ids.data_ptr() != self._address:
+        if forward.cache is not self._cache or not self._buffers.are_static(forward.ids):
             return False
         if self._bucket(forward) is None or not self._plans.takes(cast(Plan, forward.plan)):
             return False
@@ -135,7 +134,11 @@ class Graphs:
         """Return the smallest captured bucket for a step, or None."""
         size = tokens, has_chunks = len(forward.ids), forward.plan.meta.max_query > 1
         if size not in self._suitable:
-            own = (each for each in self._captured if each.has_chunks == has_chunks and each.suits(tokens))
+            own = (
+                each
+                for each in self._captured
+                if each.has_chunks == has_chunks and each.suits(tokens) and (each.tokens > SMALL) == (tokens > SMALL)
+            )
             self._suitable[size] = min(own, default=None)
         return self._suitable[size]
 
@@ -214,7 +217,7 @@ class Graphs:
         if self._others is not None:
             self._others.padding()
         self._plans.clear()
-        plan = self._plans.plan(bucket.tokens, has_chunks=bucket.has_chunks)
+        plan = self._plans.plan(inputs.slot_mapping, has_chunks=bucket.has_chunks)
         forward = Forward(inputs.ids, inputs.positions, plan, self._cache, logits_at=inputs.logits_at)
         result = self._hidden[: bucket.tokens]
 

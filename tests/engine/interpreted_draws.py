@@ -21,10 +21,10 @@ from engine.kernels.gpu import logits as kernels
 from engine.kernels.gpu import shortlist
 from engine.models.decoder import Decoder
 from engine.runner import triton_logits
-from engine.runner.draw_graphs import DrawGraphs
+from engine.runner.draw_graphs import NUM_FIELDS, DrawGraphs
 from engine.runner.queued import SampledTokens
 from engine.runner.sampler import Sampler
-from engine.runner.triton_logits import TritonLogits
+from engine.runner.triton_logits import FIELDS, TritonLogits
 from engine.types import SamplingParams
 from tests.engine.interpreter import prepare
 from tests.engine.recorder import Recorder
@@ -120,6 +120,23 @@ def test_replayed_draws_equal_launched_ones_for_random_parameters(recorder):
         kinds.add(("weigh" in tapes[1].names, "count_digit" in tapes[1].names))
         assert found == launched.tokens(asked, places, seed, masked=seed % 3 == 0)
     assert kinds == {(False, False), (True, False), (True, True)}
+
+
+def test_the_inputs_of_a_draw_are_copied_if_they_are_new(recorder):
+    graphs = Engine(recorder).graphs
+    assert graphs is not None
+    fields, slots = np.zeros(2, FIELDS), np.array([1, 3])
+    graphs._load(2, fields, slots)
+    loaded = graphs._packet.clone()
+    graphs._packet.fill_(9)
+    graphs._load(2, fields, slots)
+    assert (graphs._packet == 9).all()
+    for changed in ((fields, np.array([3, 1])), (np.ones(2, FIELDS), slots)):
+        graphs._load(2, *changed)
+        used = graphs._packet[: 2 * (NUM_FIELDS + 1)]
+        assert not used.equal(loaded[: len(used)]) and not (used == 9).any()
+    graphs._load(2, fields, slots)
+    assert graphs._packet[: len(used)].equal(loaded[: len(used)])
 
 
 def test_more_rows_than_are_captured_and_other_memory_are_launched(recorder):

@@ -23,6 +23,7 @@ from engine.attention.static_plans import StaticPlans
 from engine.config import resolve
 from engine.graph_sizes import Bucket
 from engine.machine_memory import Machine
+from engine.runner import buffers as buffers_module
 from engine.runner import cuda_graphs
 from engine.runner.buffers import Buffers, Shape
 from engine.runner.cuda_graphs import DeviceMemory
@@ -237,6 +238,28 @@ def test_the_tokens_after_a_steps_own_are_padding():
     assert padding.ids.data_ptr() == buffers.views(Shape(1, 1, 1, 0, 0))[1].ids.data_ptr()
 
 
+def test_the_inputs_of_steps_with_many_tokens_lie_elsewhere(monkeypatch):
+    monkeypatch.setattr(buffers_module, "SMALL", 8)
+    buffers = Buffers(max_tokens=40, max_seqs=4, max_blocks=3, device=CPU, padded=16)
+    ids = {}
+    for tokens in (3, 20, 8, 9, 16, 3, 40):
+        arrays, tensors = buffers.views(Shape(tokens, 1, 1, 2, 0))
+        for array, value in ((arrays.ids, 5), (arrays.slot_mapping, 6), (arrays.logits_at, 1)):
+            array[:] = value
+        assert buffers.are_static(tensors.ids) and not buffers.are_static(tensors.positions)
+        ids.setdefault(tokens > 8, set()).add(tensors.ids.data_ptr())
+        whole = buffers._views(Shape(16 if tokens > 8 else 8, 0, 0, 8, 0))[1]
+        own = min(tokens, len(whole.ids))
+        assert whole.ids.tolist() == [5] * own + [0] * (len(whole.ids) - own)
+        assert whole.slot_mapping.tolist() == [6] * own + [-1] * (len(whole.ids) - own)
+        assert whole.logits_at.tolist() == [1, 1] + [0] * 6, "few logits, of however many tokens, are at one place"
+    assert [len(places) for places in ids.values()] == [1, 1] and ids[True] != ids[False]
+    for tokens in (16, 5):
+        padding = buffers.padding(tokens)
+        assert buffers.are_static(padding.ids) and {padding.ids.data_ptr()} == ids[tokens > 8]
+        assert padding.ids.tolist() == [0] * tokens and padding.slot_mapping.tolist() == [-1] * tokens
+
+
 def test_a_step_of_several_launches_of_decodes_is_not_replayed(monkeypatch):
     layer = layer_of(1, 16, 16)
     meta = AttentionMeta.of([([0] * 64, 999, 1)] * 3, 16)
@@ -246,7 +269,7 @@ def test_a_step_of_several_launches_of_decodes_is_not_replayed(monkeypatch):
     one, several = (Plan(AttentionMeta.of([([0] * 64, 999, 1)] * rows, 16)) for rows in (1, 3))
     assert len(several.on_host(kind)[0]) == 3
     assert plans.takes(one) and not plans.takes(several)
-    (work,) = plans.plan(1, has_chunks=False).launches(kind).decodes
+    (work,) = plans.plan(meta.slot_mapping[:1], has_chunks=False).launches(kind).decodes
     assert work.num_parts == len(work.table) - 1 == 24, "the workspace has room for what the table can name"
 
 
@@ -255,11 +278,11 @@ def test_the_items_of_a_step_replace_those_of_the_one_before():
     decodes, chunk, both = (
         Plan(AttentionMeta.of(rows, 16)) for rows in ([([0], 9, 1)] * 2, [([0], 0, 5)], [([0], 9, 1), ([0], 3, 2)])
     )
-    plans = StaticPlans([layer], torch.float32, both.meta, 8)
+    plans, slots = StaticPlans([layer], torch.float32, both.meta, 8), torch.zeros(8, dtype=torch.int64)
     kind = (None, paged_gpu.queries_of(layer, torch.float32, is_large=True))
 
     def counts():
-        launches = plans.plan(8, has_chunks=True).launches(kind)
+        launches = plans.plan(slots, has_chunks=True).launches(kind)
         return [int(work.table[0, 0]) for work in (*launches.decodes, *launches.chunks)]
 
     for plan, has_chunks, expected in [
@@ -270,8 +293,15 @@ def test_the_items_of_a_step_replace_those_of_the_one_before():
     ]:
         plans.load(plan, has_chunks=has_chunks)
         assert counts() == expected
+    (table,) = plans._decodes.values()
+    table[0] = 7
+    plans.load(decodes, has_chunks=True)
+    assert counts() == [7, 0], "what the device has already is not copied again"
     plans.clear()
-    assert counts() == [0, 0] and not plans.plan(8, has_chunks=False).launches(kind).chunks
+    plans.load(decodes, has_chunks=True)
+    assert counts() == [2, 0]
+    plans.clear()
+    assert counts() == [0, 0] and not plans.plan(slots, has_chunks=False).launches(kind).chunks
 
 
 # -- CUDA -------------------------------------------------------------------------------------------------------------
