@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .attention import AttentionLayer, AttentionMeta
-from .attention.paged_gpu import FEW_ROWS, PagedGPU, is_interpreted, limitation
+from .attention.gpu_plan import FEW_ROWS
+from .attention.paged_gpu import PagedGPU, is_interpreted, limitation
 from .config import EngineConfig
 from .kernels.launching import META, Compiling, Job
 from .models import ModelSpec, gpu_experts, invariance, on_gpu, skinny

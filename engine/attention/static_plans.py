@@ -12,9 +12,10 @@ from torch import Tensor
 
 from . import gpu_plan
 from .gpu_plan import ITEM, HostWork, Kind, Launches, Plan, Work, pinned
+from .gpu_shapes import queries_of
 from .layer import AttentionLayer
 from .metadata import AttentionMeta, Tables
-from .paged_gpu import has_large_memory, queries_of
+from .paged_gpu import has_large_memory
 
 
 class StaticPlans:

@@ -22,8 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.attention.gpu_cache import Shape, near_lines, padded, power_of_two, tile_rows, warps
+from engine.attention.gpu_plan import FEW_ROWS
+from engine.attention.gpu_shapes import attend_shape, is_short, queries_of
 from engine.attention.layer import LARGEST, AttentionLayer
-from engine.attention.paged_gpu import FEW_ROWS, attend_shape, is_short, queries_of
 from engine.kernels.gpu import attention, changes, experts, layers, logits, matmul, shortlist, skinny, storing
 from engine.kernels.gpu import single as single_kernels
 from engine.models import gpu_experts, gpu_tiles, gpu_weights, single

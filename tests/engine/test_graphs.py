@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine import EngineConfig, graph_sizes, memory, models
-from engine.attention import AttentionMeta, gpu_plan, paged_gpu
+from engine.attention import AttentionMeta, gpu_plan, gpu_shapes
 from engine.attention.gpu_plan import Plan
 from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import Reference
@@ -265,7 +265,7 @@ def test_a_step_of_several_launches_of_decodes_is_not_replayed(monkeypatch):
     meta = AttentionMeta.of([([0] * 64, 999, 1)] * 3, 16)
     plans = StaticPlans([layer], torch.bfloat16, meta, 8)
     monkeypatch.setattr(gpu_plan, "MAX_PARTS", 4)  # of the steps' own plans
-    kind = (None, paged_gpu.queries_of(layer, torch.bfloat16, is_large=True))
+    kind = (None, gpu_shapes.queries_of(layer, torch.bfloat16, is_large=True))
     one, several = (Plan(AttentionMeta.of([([0] * 64, 999, 1)] * rows, 16)) for rows in (1, 3))
     assert len(several.on_host(kind)[0]) == 3
     assert plans.takes(one) and not plans.takes(several)
@@ -279,7 +279,7 @@ def test_the_items_of_a_step_replace_those_of_the_one_before():
         Plan(AttentionMeta.of(rows, 16)) for rows in ([([0], 9, 1)] * 2, [([0], 0, 5)], [([0], 9, 1), ([0], 3, 2)])
     )
     plans, slots = StaticPlans([layer], torch.float32, both.meta, 8), torch.zeros(8, dtype=torch.int64)
-    kind = (None, paged_gpu.queries_of(layer, torch.float32, is_large=True))
+    kind = (None, gpu_shapes.queries_of(layer, torch.float32, is_large=True))
 
     def counts():
         launches = plans.plan(slots, has_chunks=True).launches(kind)

@@ -1,0 +1,96 @@
+"""How the programs of `attend` compute: the sizes of their tiles, by a layer's heads, the dtype and the GPU."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+
+import torch
+
+from .gpu_cache import Shape, padded, tile_rows
+from .gpu_plan import FEW_ROWS
+from .layer import AttentionLayer
+
+# The largest heads of each breadth, in numbers: the larger, the fewer queries and keys fit into registers at a time.
+WIDTHS = 128, 256, 512
+# By breadth, queries times the heads that share a KV head, in an item of a longer row: of GPUs with large memory and of
+# others, see `has_large_memory`; in float32, whose products run without matrix units; and where rows of one query have
+# them, too, so that two sets of sums are held.
+TILE_ROWS, SMALL_TILE_ROWS = (128, 128, 64), (128, 128, 32)
+FLOAT32_TILE_ROWS = 32, 32, 16
+UNIFORM_TILE_ROWS = 64, 32, 16
+MAX_GROUP = 128, 128, 16  # query heads per KV head, by breadth
+SHORT_ROWS, HOPPER = 16, 9  # see `is_short`; the major number of the capability
+
+# Of rows of one query, which take the time in which their keys and values are read. With few rows a program reads much
+# at once; with many, programs of one warp need not wait for other warps.
+FEW, MANY = Shape(128, 4, 3, is_early=True), Shape(32, 1, 4)
+CHUNK = Shape(128, 8, 3, skips=True)  # of longer rows
+
+
+def breadth(layer: AttentionLayer) -> int:
+    """Return the place in WIDTHS of a layer's heads."""
+    return bisect.bisect_left(WIDTHS[:-1], widest(layer))
+
+
+def queries_of(layer: AttentionLayer, dtype: torch.dtype, *, uniform: bool = False, is_large: bool) -> int:
+    """Return the number of queries in a work item of a longer row. `uniform`: see PagedGPU.invariant. `is_large`: see
+    `has_large_memory`."""
+    kind = breadth(layer)
+    rows = (FLOAT32_TILE_ROWS if dtype == torch.float32 else TILE_ROWS if is_large else SMALL_TILE_ROWS)[kind]
+    if uniform:
+        rows = min(rows, UNIFORM_TILE_ROWS[kind])
+    return max(1, rows * layer.num_kv_heads // layer.num_heads)
+
+
+@functools.cache
+def is_short(layer: AttentionLayer, dtype: torch.dtype, device: torch.device, *, is_scaled: bool) -> bool:
+    """Return whether rows of one query have tiles of 16 rows, if results must not depend on the batch.
+
+    On an H100 they give the same bits as those of a chunk, by other matrix instructions; invariance.py proves it for
+    each model.
+    """
+    if breadth(layer) or is_scaled or dtype == torch.float32 or tile_rows(layer, 1) > SHORT_ROWS:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
+@functools.cache
+def attend_shape(
+    layer: AttentionLayer,
+    dtype: torch.dtype,
+    queries: int,
+    tokens: int,
+    *,
+    uniform: bool,
+    is_scaled: bool,
+    is_large: bool,
+) -> Shape:
+    """Return how programs compute whose items have this many queries, in a step of `tokens` tokens.
+
+    Without measurements these are the most keys, the fewest warps and the most stages whose registers do not spill.
+    """
+    kind, rows = breadth(layer), tile_rows(layer, queries)
+    if is_large and not (uniform or kind or dtype == torch.float32):
+        if queries == 1 and rows <= 16 and (not is_scaled or layer.head_dim == layer.v_head_dim == WIDTHS[0]):
+            return FEW if tokens <= FEW_ROWS else MANY
+        if queries > 1 and not (is_scaled or layer.window):
+            return CHUNK
+    # Uniform tiles of a cache with scales take more registers.
+    keys = 32 if kind or (uniform and is_scaled) else 64
+    if dtype == torch.float32 or kind > 1:
+        keys = 16 if kind else 32
+    if uniform and queries == 1 and rows <= SHORT_ROWS:  # see is_short
+        return Shape(keys, 4 if tokens <= FEW_ROWS else 2, 3)
+    warps = 8 if queries > 1 or rows > 64 or kind > 1 else 4
+    # With three stages keys are loaded when they are needed, and not before.
+    is_deep = queries == 1 or (dtype != torch.float32 and not is_scaled)
+    # Several loops take more registers: in float32, for the largest heads, and for windows of a cache with scales more
+    # than there are.
+    skips = is_large and queries > 1 and kind < 2 and dtype != torch.float32 and not (is_scaled and layer.window)
+    return Shape(keys, warps, 5 if is_large and is_deep and kind < 2 else 3, skips=skips)
+
+
+def widest(layer: AttentionLayer) -> int:
+    """Return the width of the larger tile of a head's numbers."""
+    return padded(max(layer.head_dim, layer.v_head_dim))
