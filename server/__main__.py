@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from importlib import import_module
+from types import FrameType
 
 from .version import version
 
@@ -49,8 +50,12 @@ def _unknown(word: str) -> str:
     )
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """Do what Ctrl-C does at the moment: in `asyncio.run` it cancels the task, which ends where it waits."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):  # ignored, as a shell does for commands in the background of a script
+        raise KeyboardInterrupt
+    handler(signum, frame)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,14 +85,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(name: str, rest: list[str], **extra: object) -> int:
     """Run a command; `extra` are further arguments of its `run`."""
-    from .cli.commands import execute, execute_group
-
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ?, instead of an error
     try:
-        command = import_module(f".cli.commands.{name}", __package__)
         if name == "bench":  # SIGTERM stops the servers of a measurement too, like Ctrl-C
             signal.signal(signal.SIGTERM, _interrupt)
+        from .cli.commands import execute, execute_group
+
+        command = import_module(f".cli.commands.{name}", __package__)
         if hasattr(command, "PARTS"):
             code = execute_group(name, COMMANDS[name], command, rest)
         else:
@@ -95,6 +100,9 @@ def _run(name: str, rest: list[str], **extra: object) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        # If it came out of code that was compiled from a string, such as the methods of a dataclass during an import,
+        # `python -m` remembers that, and ends by SIGINT whatever is returned. The next such code makes it forget.
+        exec("")
         return 130
     except BrokenPipeError:  # the reader of our output has ended, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

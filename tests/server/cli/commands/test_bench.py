@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -291,17 +295,64 @@ def test_steps_and_memory_of_a_pequod_started_here(pequod):
     assert len(result["requests"]) == 1
 
 
+def with_engine(pids: list[int]) -> list[int]:
+    """Return these processes if one of them is an engine."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pids
+    return []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ending_a_measurement_ends_its_server():
     command = [sys.executable, "-m", "server", "bench", "latency", "--rounds", "1000"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
-        # The server, and its engine; before them a process that measures the machine.
-        eventually(lambda: len(tree(process.pid)) > 2, 240)
-        pids = tree(process.pid)
+        # Other children, such as the one that measures the machine, end before there is an engine.
+        pids = eventually(lambda: with_engine(tree(process.pid)), 240)
         process.terminate()
         assert process.wait(WAIT_S) == 130
     eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in pids))
+
+
+def test_sigterm_cancels_a_measurement_where_it_waits(pequod, monkeypatch):
+    """Before, it goes on: a server that has just been started must get to where it is stopped in the end."""
+    seen = []
+
+    async def measured(_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        seen.append("started")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append("stopped")
+
+    monkeypatch.setattr(invariance, "measure", measured)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored here
+    try:
+        assert pequod("invariance") == (130, "", "")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == ["started", "stopped"]
+
+
+INTERRUPTED = """
+import sys
+from server.__main__ import main
+from server.cli.commands import bench
+
+bench.part = lambda name: exec("raise KeyboardInterrupt")
+sys.exit(main(["bench", "latency"]))
+"""
+
+
+def test_an_interrupt_in_code_that_was_a_string_has_the_same_exit_code(tmp_path):
+    """As in the methods of a dataclass, during an import. Python notices it only in a program that `-m` has started."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "interrupted"]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 130
 
 
 def test_roofline_of_the_builtin_model(pequod, monkeypatch):
