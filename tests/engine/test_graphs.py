@@ -241,11 +241,15 @@ def test_the_tokens_after_a_steps_own_are_padding():
 def test_the_inputs_of_steps_with_many_tokens_lie_elsewhere(monkeypatch):
     monkeypatch.setattr(buffers_module, "SMALL", 8)
     buffers = Buffers(max_tokens=40, max_seqs=4, max_blocks=3, device=CPU, padded=16)
+    buffers._device = buffers._host.clone()  # as on a GPU
+    buffers._copied = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     ids = {}
     for tokens in (3, 20, 8, 9, 16, 3, 40):
         arrays, tensors = buffers.views(Shape(tokens, 1, 1, 2, 0))
         for array, value in ((arrays.ids, 5), (arrays.slot_mapping, 6), (arrays.logits_at, 1)):
             array[:] = value
+        buffers.upload()
+        assert all(torch.equal(tensor, torch.from_numpy(array)) for tensor, array in zip(tensors, arrays, strict=True))
         assert buffers.are_static(tensors.ids) and not buffers.are_static(tensors.positions)
         ids.setdefault(tokens > 8, set()).add(tensors.ids.data_ptr())
         whole = buffers._views(Shape(16 if tokens > 8 else 8, 0, 0, 8, 0))[1]
@@ -297,6 +301,9 @@ def test_the_items_of_a_step_replace_those_of_the_one_before():
     table[0] = 7
     plans.load(decodes, has_chunks=True)
     assert counts() == [7, 0], "what the device has already is not copied again"
+    parted = Plan(AttentionMeta.of([([0] * 13, 200, 1)], 16))  # as many items, and others
+    plans.load(parted, has_chunks=True)
+    assert table[1:3].tolist() == parted.on_host(kind)[0][0].table[1:].tolist()
     plans.clear()
     plans.load(decodes, has_chunks=True)
     assert counts() == [2, 0]
