@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import suppress
+from pathlib import Path
 from threading import Lock, Thread
 
+DRIVER_FILES = "/dev/nvidiactl", "/dev/dxg"  # on Linux, and in the Windows subsystem for it
 _lock = Lock()
 
 
@@ -19,6 +21,6 @@ def hash_files() -> None:
 
 
 def begin_to_hash() -> None:
-    """Do so in a thread, where Triton is installed: most of that time needs no other module and not Python's lock."""
-    if importlib.util.find_spec("triton") is not None:
+    """Do so in a thread, where there seems to be a GPU: most of that time needs neither torch nor Python's lock."""
+    if importlib.util.find_spec("triton") is not None and any(Path(each).exists() for each in DRIVER_FILES):
         Thread(target=hash_files, name="hash", daemon=True).start()
