@@ -147,9 +147,9 @@ asan: dev
 	    tests/engine/test_threads.py tests/engine/test_amx.py tests/engine/test_experts.py \
 	    tests/engine/test_kernels_blocks.py tests/engine/test_lossless.py tests/engine/test_logits.py'
 
-## make test-gpu     the tests that need a CUDA device
+## make test-gpu     the tests that need a CUDA device, eight at a time, since most of their time is a compiler's; ARGS="-k qwen3"
 test-gpu: dev
-	@$(BIN)/python -m pytest -m gpu tests/gpu
+	@$(BIN)/python -m pytest -m gpu tests/gpu -n 8 $(ARGS)
 
 clean:
 	rm -f engine/kernels/*.so engine/kernels/.lock
