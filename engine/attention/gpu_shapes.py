@@ -52,7 +52,10 @@ def is_short(layer: AttentionLayer, dtype: torch.dtype, device: torch.device, *,
     """
     if breadth(layer) or is_scaled or dtype == torch.float32 or tile_rows(layer, 1) > SHORT_ROWS:
         return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == HOPPER
+    if device.type not in ("cuda", "meta"):  # in the interpreter
+        return True
+    # Without memory x is compiled for the current GPU, see launching.py.
+    return torch.cuda.get_device_capability(None if device.type == "meta" else device)[0] == HOPPER
 
 
 @functools.cache
