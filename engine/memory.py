@@ -124,7 +124,7 @@ def graph_reserve(spec: ModelSpec, config: EngineConfig, backend: type[Attention
         return GraphReserve()
     if decoder is None:  # its layers are not captured
         return GraphReserve()
-    sizes = graph_sizes.sizes(config.max_seqs, config.max_batched_tokens)
+    sizes = graph_sizes.of(spec, config)
     of_layer = LAYER_LAUNCHES + NORM_LAUNCHES * (decoder.qk_norm == "all")
     of_layer += INPUT_LAUNCHES * (decoder.inputs is not None)
     if decoder.experts is not None:

@@ -175,6 +175,15 @@ class DecoderSpec:
         """Return the number of a layer's weights that `quantization` rounds."""
         return sum(sum(rows) * columns for _, rows, columns in self.layer_linears(index))
 
+    def multiplied_numbers(self, index: int) -> int:
+        """Return the number of these weights by which a layer multiplies a token: those of its own experts."""
+        numbers, experts = self.layer_numbers(index), self.experts_of(index)
+        return (
+            numbers
+            if experts is None
+            else numbers - (experts.count - experts.active) * 3 * self.hidden_size * experts.inner
+        )
+
     def num_params(self, vocab_size: int) -> int:
         """Return the number of all weights."""
         hidden, inputs = self.hidden_size, 0 if self.inputs is None else self.inputs.size

@@ -180,8 +180,8 @@ class Runner:
         max_blocks = -(-config.max_len // config.block_size)
         captured = None if graph_device is None else graphs.capturable(model, self.cache)
         self._graphs_objection = f"there are no CUDA graphs: {captured}" if isinstance(captured, str) else ""
-        buckets = graph_sizes.sizes(config.max_seqs, config.max_batched_tokens)
         has_graphs = graph_device is not None and not self._graphs_objection
+        buckets = graph_sizes.of(spec, config) if has_graphs else None
         self.inputs = Inputs(
             max_seqs=config.max_seqs,
             max_tokens=config.max_batched_tokens,
@@ -189,10 +189,10 @@ class Runner:
             block_size=config.block_size,
             cache=self.cache,
             device=self.device,
-            padded=buckets.largest if has_graphs else 0,
+            padded=0 if buckets is None else buckets.largest,
         )
         self.graphs: Graphs | None = None
-        if graph_device is not None and captured is not None and not isinstance(captured, str):
+        if graph_device is not None and captured is not None and not isinstance(captured, str) and buckets is not None:
             self.graphs = Graphs(
                 captured,
                 spec,

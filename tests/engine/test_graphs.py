@@ -48,20 +48,29 @@ def test_replayed_steps_in_the_interpreter_equal_launched_ones():
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("most", [1024, 3072, 8192])
 @pytest.mark.parametrize(
     "max_seqs, max_batched_tokens", [(1, 1), (1, 8192), (5, 24), (16, 256), (256, 8192), (300, 2000), (4000, 9999)]
 )
-def test_every_small_step_has_a_bucket_and_the_largest_come_first(max_seqs, max_batched_tokens):
-    found = graph_sizes.sizes(max_seqs, max_batched_tokens)
+def test_every_small_step_has_a_bucket_and_the_largest_come_first(max_seqs, max_batched_tokens, most):
+    found = graph_sizes.sizes(max_seqs, max_batched_tokens, most)
     for part in found:
         assert part == sorted(part, key=lambda bucket: -bucket.tokens)
     assert found.all[0].tokens == found.largest <= max_batched_tokens
-    assert len(set(found.all)) == len(found.all) <= 62 and len(found.at_start) <= 17
+    assert len(set(found.all)) == len(found.all) <= 62 + 24 * (most > 1024) and len(found.at_start) <= 18
     for tokens in range(1, min(max_seqs, 512) + 1):
         at_start = [bucket for bucket in found.at_start if not bucket.has_chunks and bucket.suits(tokens)]
         assert min(at_start).tokens <= 2 * tokens, "there is more padding than rows"
-    for tokens in range(2, min(max_batched_tokens, 1024) + 1):
+    for tokens in range(2, min(max_batched_tokens, most) + 1):
         assert any(bucket.has_chunks and bucket.suits(tokens) for bucket in found.all)
+
+
+def test_small_models_have_larger_buckets(qwen3):  # noqa: F811
+    config = resolve(EngineConfig(model=qwen3, device="cuda", max_len=9000, max_batched_tokens=9000), "cuda", 9000)
+    spec = models.describe(Path(qwen3), config)
+    assert graph_sizes.of(spec, config).largest == 3072, "the shape is that of 0.6B"
+    found = {numbers: graph_sizes.most_tokens(numbers) for numbers in (10_000, 15_728_640, 50_000_000, 200_000_000)}
+    assert found == {10_000: 8192, 15_728_640: 3072, 50_000_000: 1024, 200_000_000: 1024}
 
 
 def test_a_chunk_is_not_padded_to_twice_its_size():

@@ -52,16 +52,21 @@ def test_our_kernels_compute_native_models(name, dtype, kv_dtype, tmp_path: path
         pytest.skip("this GPU does not convert fp8")
     runner, info, _ = build(
         EngineConfig(
-            model=str(make(name, tmp_path)), dtype=dtype, kv_dtype=kv_dtype, device="cuda", num_blocks=NUM_BLOCKS
+            model=str(make(name, tmp_path)),
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            device="cuda",
+            num_blocks=NUM_BLOCKS,
+            max_batched_tokens=1024,
         )
     )
     assert (info.attention, info.sampling) == ("triton", "triton")
     assert info.product_note == ""
     assert [type(executor) for executor in runner.model.executors[:2]] == [Graphs, OnGPU]
-    assert info.graphs == len(sizes(256, 8192).at_start) and not runner.graphs_note
+    assert info.graphs == len(sizes(256, 1024).at_start) and not runner.graphs_note
     while runner.graphs.capture_next():
         pass
-    assert runner.graphs.num_captured == len(sizes(256, 8192).all) and not runner.graphs_note
+    assert runner.graphs.num_captured == len(sizes(256, 1024).all) and not runner.graphs_note
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
