@@ -128,10 +128,10 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
         small += [] if spec.on_gpu else [linear for mixture in experts for linear in mixture.shared or ()]
         for linear in (*wide, *small, *(linear for each in plain for linear in each.linears)):
             linear.unify(uniforms)
-        way = invariance.choices(spec).get(skinny.ANY, skinny.TORCH).qkv  # of all products
+        choices = invariance.choices(spec)
         for rows in _numbers_of_rows(uniforms):
             for each in plain:
-                yield partial(_layer_alike, each, way, rows, activation)
+                yield partial(_layer_alike, each, skinny.tiles_of(choices, rows), rows, activation)
             yield partial(_alike, small, rows, None)
             yield partial(_alike, wide, rows, torch.float32)
     elif spec.dtype != torch.float32:
@@ -193,13 +193,16 @@ def _alike(linears: Sequence[Linear], rows: int, dtype: torch.dtype | None) -> N
         skinny.multiply(_numbers(rows, linear), linear.weight, tile, bias=linear.bias, dtype=dtype)
 
 
-def _layer_alike(layer: Layer, way: skinny.Way | None, rows: int, activation: str) -> None:
-    _after_norm(layer.qkv, way, _numbers(rows, layer.qkv), layer.attention_norm, activation=activation)
-    _before_residuals([layer.output], way, rows)
+def _layer_alike(layer: Layer, ways: skinny.Tiles, rows: int, activation: str) -> None:
+    if ways == skinny.TORCH:  # what comes after a product has a kernel of its own
+        _alike(layer.linears, rows, None)
+        return
+    _after_norm(layer.qkv, ways.qkv, _numbers(rows, layer.qkv), layer.attention_norm, activation=activation)
+    _before_residuals([layer.output], ways.output, rows)
     if layer.has_mlp:
-        of_gate = None if layer.spec.is_parallel else way  # see OnGPU
-        _after_norm(layer.gate_up, of_gate, _numbers(rows, layer.gate_up), layer.mlp_norm, activation=activation)
-        _before_residuals([layer.down], way, rows)
+        x = _numbers(rows, layer.gate_up)
+        _after_norm(layer.gate_up, ways.gate_up, x, layer.mlp_norm, activation=activation)
+        _before_residuals([layer.down], ways.down, rows)
 
 
 def _numbers(tokens: int, linear: Linear) -> Tensor:
@@ -209,22 +212,22 @@ def _numbers(tokens: int, linear: Linear) -> Tensor:
 
 def _after_norm(
     linear: Linear,
-    tile: skinny.Way | None,
+    way: skinny.Way | None,
     x: Tensor,
     norm: RMSNorm | None,
     *,
     added: Tensor | None = None,
     activation: str,
 ) -> None:
-    on_gpu.after_norm(linear, tile, x, added, norm, activation=activation)
+    on_gpu.after_norm(linear, way, x, added, norm, activation=activation)
 
 
-def _before_residuals(linears: Sequence[Linear], tile: skinny.Way | None, rows: int) -> None:
+def _before_residuals(linears: Sequence[Linear], way: skinny.Way | None, rows: int) -> None:
     for linear in linears:
         x, residual = (
             torch.empty(rows, size, dtype=linear.weight.dtype, device=META) for size in linear.weight.shape[::-1]
         )
-        on_gpu.before_residual(linear, tile, x, residual)
+        on_gpu.before_residual(linear, way, x, residual)
 
 
 def _rotate_store(layer: Layer, spec: ModelSpec, block_size: int) -> None:

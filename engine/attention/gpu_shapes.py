@@ -50,12 +50,17 @@ def is_short(layer: AttentionLayer, dtype: torch.dtype, device: torch.device, *,
     On an H100 they give the same bits as those of a chunk, by other matrix instructions; invariance.py proves it for
     each model.
     """
-    if breadth(layer) or is_scaled or dtype == torch.float32 or tile_rows(layer, 1) > SHORT_ROWS:
+    if not _fits_short(layer, dtype, is_scaled=is_scaled):
         return False
     if device.type not in ("cuda", "meta"):  # in the interpreter
         return True
     # Without memory x is compiled for the current GPU, see launching.py.
     return torch.cuda.get_device_capability(None if device.type == "meta" else device)[0] == HOPPER
+
+
+def _fits_short(layer: AttentionLayer, dtype: torch.dtype, *, is_scaled: bool) -> bool:
+    """Return whether such tiles have given the same bits on a GPU."""
+    return not (breadth(layer) or is_scaled) and dtype != torch.float32 and tile_rows(layer, 1) <= SHORT_ROWS
 
 
 @functools.cache
@@ -83,7 +88,7 @@ def attend_shape(
     keys = 32 if kind or (uniform and is_scaled) else 64
     if dtype == torch.float32 or kind > 1:
         keys = 16 if kind else 32
-    if uniform and queries == 1 and rows <= SHORT_ROWS:  # see is_short
+    if uniform and queries == 1 and _fits_short(layer, dtype, is_scaled=is_scaled):  # see is_short
         return Shape(keys, 4 if tokens <= FEW_ROWS else 2, 3)
     warps = 8 if queries > 1 or rows > 64 or kind > 1 else 4
     # With three stages keys are loaded when they are needed, and not before.

@@ -205,6 +205,7 @@ class PagedGPU:
         for works, most, split in kinds:
             for work in works:
                 shape = attend_shape(layer, dtype, most, min(tokens, FEW_ROWS + 1), **traits)
+                assert not shape.skips or gpu_plan.SPLIT % shape.keys == 0, "see _attended"
                 self._reserve(work.num_parts, layer, device)
                 launch(kernels.attend, (layer.num_kv_heads, programs(work.max_items, layer.num_kv_heads, most, device)),
                     q, cache.tensor, cache.scales, table, work.table, meta.query_start, meta.seq_lens, out,

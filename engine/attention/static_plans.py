@@ -93,9 +93,10 @@ class StaticPlans:
         before = self._written.get(address)
         if before is not None and np.array_equal(before, items):
             return
-        self._written[address] = items
+        self._written.pop(address, None)  # if the copy fails, the step is tried again
         # Stream order keeps the items of the step before until its kernels have read them.
         table[: len(items)].copy_(pinned(items, table.device), non_blocking=True)
+        self._written[address] = items
 
 
 class StaticPlan(Plan):

@@ -117,7 +117,7 @@ class Compiling:
 
 @torch.inference_mode()
 def _run(job: Job, device: torch.device) -> None:
-    hash_files()
     use_device(device)
     with suppress(Exception):  # what fails here fails in a trial, too, which says so
+        hash_files()
         job()

@@ -14,7 +14,7 @@ _lock = Lock()
 def hash_files() -> None:
     """Let Triton hash its files, once. It keeps the hash, but threads that need it at the same time would each compute
     it, and so take several times as long."""
-    with _lock, suppress(ImportError):  # another version may have the function elsewhere
+    with _lock, suppress(Exception):  # another version may have the function elsewhere; a kernel's launch says the rest
         from triton.runtime.cache import triton_key
 
         triton_key()

@@ -25,7 +25,7 @@ from .layers import Clamp, Gated, Linear
 from .routing import Order, Routed, places
 
 ARRANGE_TILE = 1024  # pairs that are read at once
-ALIKE_PAIRS = 64  # of an expert, for which the tile is that all numbers of pairs have, see skinny.Uniforms
+ALIKE_ROWS = 64  # any number of pairs has the tile that skinny.Uniforms has for this many rows
 # Of products with plain weights, by the largest average number of an expert's pairs.
 TILES = {
     8: skinny.Tile(16, 32, 4, 5),  # with more stages it would not fit into all GPUs
@@ -159,7 +159,7 @@ class Grouped:
             return TILES
         # One that is the same for all numbers of rows.
         alike = uniforms.gated if isinstance(self._first, Gated) else uniforms.whole
-        return {skinny.ANY: next(tile for most, tile in alike.items() if most >= ALIKE_PAIRS)}
+        return {skinny.ANY: next(tile for most, tile in alike.items() if most >= ALIKE_ROWS)}
 
     def tile(self, pairs: int) -> skinny.Tile | gpu_tiles.Tile:
         """Return what a program computes of a step with this many pairs."""

@@ -2,10 +2,10 @@
 
 What computes a row must add up numbers in one order, whatever else a step has. Norms, gates and the draw compute each
 row for itself, PagedGPU.invariant divides a context alike for all rows, and one kernel computes all products
-(skinny.multiply, or that of gpu_weights.py). Its order of sums is the same for all tiles as far as its source shows,
-but a GPU has matrix instructions of several sizes, whose inner order nobody documents. So when a model is loaded,
-tokens are computed in several batches with its own weights, and their bits are compared: with the fastest tiles first,
-then with one tile for all numbers of rows.
+(skinny.multiply, or that of gpu_weights.py). Its order of sums is the same for all tiles with as many parts, as far as
+its source shows, but a GPU has matrix instructions of several sizes, whose inner order nobody documents. So when a
+model is loaded, tokens are computed in several batches with its own weights, and their bits are compared: with the
+fastest tiles first, and at last with one tile for all numbers of rows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionBackend, AttentionMeta, KVCache, gpu_plan, paged_gpu
+from ..attention.gpu_plan import FEW_ROWS
 from ..attention.paged_gpu import PagedGPU
 from ..kernels.library import Choice
 from . import on_gpu, skinny
@@ -31,11 +32,15 @@ from .spec import ModelSpec
 
 Parts = tuple[ModelSpec, Linear, Sequence[Layer], Sequence[Rotary], LayerInputs | None]  # of a model, see OnGPU
 Chunk = tuple[int, int, int]  # of a step: the sequence, its first token, and the one after its last
+Run = list[list[Chunk]]  # the steps that compute the first sequence, whose tokens are the last ones of each step
 BLOCK = 16  # tokens per block
-# Of the proof: tokens of the sequence that is computed beside the other one, and of chunks of that one. Between them
-# steps have all numbers of rows for which products have tiles of their own, see skinny.UNIFORM, and so have logits.
+# Of the proof: tokens of the sequence that is computed beside the first one, of chunks of that one, and of a chunk
+# beside one of its decodes. So steps have all numbers of rows for which products have tiles of their own, see
+# skinny.UNIFORM, and decodes are alone, among few tokens and among many.
 OTHERS = 240
 CHUNKS = 3, 20, 90, 190
+BESIDE = FEW_ROWS + 2
+LOGITS = 600  # rows of the head that are compared with fewer, or more
 
 
 def objection(spec: ModelSpec, device: torch.device, product: Choice, attention: AttentionBackend) -> str | None:
@@ -91,8 +96,9 @@ def proof(parts: Parts, project: Callable[[Tensor], Tensor]) -> str | None:
             for found in divided:
                 if reason := _difference(f"layer {layer.index}", found, hidden):
                     return reason
+        hidden = torch.cat([hidden] * -(-LOGITS // len(hidden)))
         logits = project(hidden)
-        for rows in (1, *CHUNKS):
+        for rows in (1, *CHUNKS, sum(CHUNKS)):
             if reason := _difference("the head", project(hidden[-rows:]), logits[-rows:]):
                 return reason
     except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
@@ -117,12 +123,13 @@ def _runs(parts: Parts, layer: Layer) -> Iterator[list[Tensor]]:
     several steps."""
     model, embedding, layers, rotaries, inputs = parts
     device = embedding.weight.device
-    length = max(gpu_plan.SPLIT * 5 // 4, sum(CHUNKS)) + 5  # more than a part of a context, and no multiple of a tile
-    blocks = _blocks(0, length), _blocks(-(-length // BLOCK), OTHERS + 2)
+    runs = _divided(max(gpu_plan.SPLIT * 5 // 4, sum(CHUNKS)) + 6)  # more than a part, and no multiple of a tile
+    ends = [max(end for steps in runs for step in steps for own, _, end in step if own == each) for each in range(2)]
+    blocks = _blocks(0, ends[0]), _blocks(-(-ends[0] // BLOCK), ends[1])
     owners = [] if layer.shape.shares is None else [layers[layer.shape.shares]]  # of the keys that it attends to
     executor = on_gpu.OnGPU(model, embedding, [*owners, layer], rotaries, inputs, choices=choices(model))
 
-    def run(steps: Sequence[Sequence[Chunk]]) -> list[Tensor]:
+    def run(steps: Run) -> list[Tensor]:
         cache = KVCache.allocate(
             PagedGPU(invariant=True),
             [model.attended[layer.index]],
@@ -143,18 +150,24 @@ def _runs(parts: Parts, layer: Layer) -> Iterator[list[Tensor]]:
             pieces.append(hidden[len(hidden) - (last - first) :])
         return pieces
 
-    yield run([[(0, 0, length)]])
-    yield run([[(1, 0, OTHERS), (0, 0, length)]])
+    yield from map(run, runs)
+
+
+def _divided(length: int) -> list[Run]:
+    """Return the runs of the proof for a sequence of this length."""
     ends, last = list(itertools.accumulate(CHUNKS)), length - 1
-    yield run(
+    return [
+        [[(0, 0, length)]],
+        [[(1, 0, OTHERS), (0, 0, length)]],
         [
             [(1, 0, OTHERS), (0, 0, ends[0])],
             *([(0, first, end)] for first, end in itertools.pairwise(ends)),
-            [(1, OTHERS, OTHERS + 1), (0, ends[-1], last - 1)],
+            [(1, OTHERS, OTHERS + 1), (0, ends[-1], last - 2)],
+            [(1, OTHERS + 1, OTHERS + 1 + BESIDE), (0, last - 2, last - 1)],
             [(0, last - 1, last)],
-            [(1, OTHERS + 1, OTHERS + 2), (0, last, length)],
-        ]
-    )
+            [(1, OTHERS + 1 + BESIDE, OTHERS + 2 + BESIDE), (0, last, length)],
+        ],
+    ]
 
 
 def _blocks(first: int, tokens: int) -> list[int]:

@@ -1,9 +1,10 @@
 """The executor that computes a decoder's layers on a GPU: torch's matmuls, and our Triton kernels between them.
 
-A layer takes nine launches, and a tenth if the step has prompts beside decodes. With few rows our kernels may compute
-products as well, with the gate and the residual: eight launches; of a single row with the norm, too: six. A layer of
-experts takes three more, and our kernels compute the experts' products for any number of rows. Norms of all heads
-together take two more, and an input of the layer's own five.
+A layer takes nine launches, and a tenth if the step has prompts beside decodes. With few rows, and in the
+batch-invariant mode with any number, our kernels may compute products as well, with the gate and the residual: eight
+launches; of a single row with the norm, too: six. A layer of experts takes three more, and our kernels compute the
+experts' products for any number of rows. Norms of all heads together take two more, and an input of the layer's own
+five.
 decoder_layer.py computes the same in torch: it is used where these kernels cannot be, and it is the tests' oracle.
 """
 
@@ -71,7 +72,7 @@ class OnGPU:
         rotaries: Sequence[Rotary],
         inputs: LayerInputs | None = None,
         *,
-        choices: Choices | None = None,  # None: torch computes all products with plain weights
+        choices: Choices | None = None,  # None: each layer computes its products as it does itself
     ) -> None:
         assert model.decoder is not None
         self._embedding, self._layers, self._rotaries, self._inputs = embedding, layers, rotaries, inputs

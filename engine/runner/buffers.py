@@ -64,8 +64,9 @@ class Buffers:
     CPU host and device are the same memory. The inputs of a step are valid until `views` is called for the next step.
     By then its forward pass must be queued.
 
-    The step's tokens are followed by padding up to token number `padded`, or SMALL: id 0 at position 0, with slot -1,
-    for which nothing is stored. Its logits are followed by those of token 0, up to the same number.
+    The step's tokens are followed by padding up to token number `padded`, in the memory of few tokens up to SMALL at
+    most: id 0 at position 0, with slot -1, for which nothing is stored. Its logits are followed by those of token 0, up
+    to the same number.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Buffers:
         self.views(shape)
         self._pad(Shape(0, 0, 0, 0, 0), region=shape)
         self.upload()
+        self._shape = Shape(-1, 0, 0, 0, 0)  # none: a step of this shape must not take the padding for its inputs
         return self._tensors
 
     def upload(self) -> None:
@@ -127,6 +129,10 @@ class Buffers:
     def are_static(self, ids: Tensor) -> bool:
         """Return whether a step's ids lie where those of a captured step of as many tokens do."""
         return ids.data_ptr() == self._device.data_ptr() + self._start(0, len(ids)) * self._device.itemsize
+
+    def are_together(self, tokens: int, others: int) -> bool:
+        """Return whether steps with these numbers of tokens have inputs at the same addresses."""
+        return self._is_many(tokens) == self._is_many(others)
 
     def _pad(self, shape: Shape, region: Shape | None = None) -> None:
         """Write the padding after a step of this shape. Other steps of the same shape leave it as it is. `region`: the

@@ -109,9 +109,10 @@ class DrawGraphs:
         own[len(slots) :] = 0 if self._last is None else len(self._last) - 1
         if np.array_equal(packet, self._loaded):  # as in most steps of the same greedy rows
             return
-        self._loaded = packet
+        self._loaded = np.zeros(0, np.int64)  # if the copy fails, the step is tried again
         # Stream order keeps the inputs of the step before until its kernels have read them.
         self._packet[: len(packet)].copy_(on_device(packet, self._packet.device))
+        self._loaded = packet
 
     def _draw(self, rows: int, kind: Kind) -> None:
         assert self._sampling is not None

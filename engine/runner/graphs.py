@@ -19,7 +19,7 @@ from ..models import Forward, Model, ModelSpec
 from ..models.decoder import Decoder
 from ..models.executor import Executor
 from ..models.on_gpu import OnGPU
-from .buffers import SMALL, Buffers
+from .buffers import Buffers
 from .cuda_graphs import GraphDevice
 from .draw_graphs import DrawGraphs
 from .group_tables import GroupTables
@@ -134,11 +134,8 @@ class Graphs:
         """Return the smallest captured bucket for a step, or None."""
         size = tokens, has_chunks = len(forward.ids), forward.plan.meta.max_query > 1
         if size not in self._suitable:
-            own = (
-                each
-                for each in self._captured
-                if each.has_chunks == has_chunks and each.suits(tokens) and (each.tokens > SMALL) == (tokens > SMALL)
-            )
+            alike = (each for each in self._captured if each.has_chunks == has_chunks and each.suits(tokens))
+            own = (each for each in alike if self._buffers.are_together(each.tokens, tokens))
             self._suitable[size] = min(own, default=None)
         return self._suitable[size]
 

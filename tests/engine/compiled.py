@@ -211,7 +211,7 @@ def serve(spec: ModelSpec, choices: Choices | None, *, is_uniform: bool, form: F
         backend, spec.layers, num_blocks=40, block_size=16, dtype=torch.bfloat16, device=CPU, sinks=model.sinks
     )
     executor = OnGPU(spec, model.embedding, model.layers, model.rotaries, model.inputs, choices=choices)
-    longer = [[(list(range(40)), 0, count)] for count in (120, 250, 500, 600) if is_uniform]  # for all tiles
+    longer = [[(list(range(40)), 0, count)] for count in (40, 120, 250, 500, 600) if is_uniform]  # for all tiles
     few = [[([1], 0, 9), ([2], 5, 1)], [([1], 9, 1)], [([1], 9, 1), ([3], 0, 1)], [(list(range(5)), 0, 70)]]
     for rows in (*few, *longer):
         positions = torch.cat([torch.arange(first, first + count) for _, first, count in rows])
@@ -232,11 +232,12 @@ def quantized_linears(model: Decoder) -> set[Linear]:
     return {linear for layer in model.layers for _, linear, *_ in layer.parts()} - routers
 
 
-def test_jobs_do_not_make_torch_import_its_compiler(compiled):
+@pytest.mark.parametrize("is_uniform", [False, True])
+def test_jobs_do_not_make_torch_import_its_compiler(compiled, is_uniform):
     """As arithmetic with tensors on META does: the import takes over a second, beside all that compiles."""
     assert "sympy" not in sys.modules  # which it imports; this is the first test of the file
     for name in MODELS.keys() - {"glm4_moe"}:  # torch multiplies by the weights of experts that are always used
-        spec, config = spec_of(name)
+        spec, config = spec_of(name, batch_invariant=is_uniform)
         for job in itertools.chain(*jobs(spec, config, CPU).values()):
             job()
     assert compiled and "sympy" not in sys.modules
@@ -244,12 +245,22 @@ def test_jobs_do_not_make_torch_import_its_compiler(compiled):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    "mode", ["torch's products", "products of few rows", "other products of few rows", "batch-invariant"]
+    "mode",
+    [
+        "torch's products",
+        "products of few rows",
+        "other products of few rows",
+        "batch-invariant",
+        "batch-invariant, with sums in parts",
+    ],
 )
-def test_what_the_jobs_compile_is_what_an_engine_launches(name, mode, compiled):
+def test_what_the_jobs_compile_is_what_an_engine_launches(name, mode, compiled, monkeypatch):
     for kernel in triton_kernels():
         kernel.device_caches.clear()
-    is_uniform = mode == "batch-invariant"
+    is_uniform = mode.startswith("batch-invariant")
+    if mode.endswith("in parts"):  # as those of larger models
+        monkeypatch.setattr(skinny, "QUARTERED", (64, 64))
+        monkeypatch.setattr(skinny, "HALVED", (256, 64))
     spec, config = spec_of(name, batch_invariant=is_uniform)
     begun = jobs(spec, config, torch.device("cuda"))
     for members in begun.values():

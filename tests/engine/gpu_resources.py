@@ -63,6 +63,7 @@ LAYERS = {
     "gpt-oss": layer(64, 8, 64, window=128, sinks="sinks"),
     "Phi-3": layer(32, 32, 96),
     "Gemma 4": layer(16, 2, 512),
+    "wide": layer(16, 1, 512),
 }
 # Other rotations of the heads of Llama 8B: what they have that its own do not.
 TURNS = {

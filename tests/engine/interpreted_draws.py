@@ -20,7 +20,7 @@ from engine.batch import Entered
 from engine.kernels.gpu import logits as kernels
 from engine.kernels.gpu import shortlist
 from engine.models.decoder import Decoder
-from engine.runner import triton_logits
+from engine.runner import draw_graphs, triton_logits
 from engine.runner.draw_graphs import NUM_FIELDS, DrawGraphs
 from engine.runner.queued import SampledTokens
 from engine.runner.sampler import Sampler
@@ -122,7 +122,7 @@ def test_replayed_draws_equal_launched_ones_for_random_parameters(recorder):
     assert kinds == {(False, False), (True, False), (True, True)}
 
 
-def test_the_inputs_of_a_draw_are_copied_if_they_are_new(recorder):
+def test_the_inputs_of_a_draw_are_copied_if_they_are_new(recorder, monkeypatch):
     graphs = Engine(recorder).graphs
     assert graphs is not None
     fields, slots = np.zeros(2, FIELDS), np.array([1, 3])
@@ -137,6 +137,17 @@ def test_the_inputs_of_a_draw_are_copied_if_they_are_new(recorder):
         assert not used.equal(loaded[: len(used)]) and not (used == 9).any()
     graphs._load(2, fields, slots)
     assert graphs._packet[: len(used)].equal(loaded[: len(used)])
+
+    def no_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    others = np.ones(2, FIELDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(draw_graphs, "on_device", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs._load(2, others, slots)
+    graphs._load(2, others, slots)  # the step is tried again
+    assert not graphs._packet[: len(used)].equal(loaded[: len(used)])
 
 
 def test_more_rows_than_are_captured_and_other_memory_are_launched(recorder):

@@ -32,7 +32,7 @@ from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import skinny as skinny_kernels
 from engine.kernels.gpu import storing as storing_kernels
 from engine.models import dummy, on_gpu, rope
-from engine.runner import Runner, Step, cuda_graphs, logits_choice
+from engine.runner import Runner, Step, buffers, cuda_graphs, logits_choice
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest
 from tests.engine.interpreter import prepare
@@ -223,8 +223,10 @@ def tokens_and_logprobs(deltas: list[Any]) -> tuple[list[int], list[float]]:
         ("gpt_oss", True),
     ],
 )
-def test_replayed_steps_give_the_tokens_of_launched_ones(name, is_ahead, tmp_path, recorder):
+def test_replayed_steps_give_the_tokens_of_launched_ones(name, is_ahead, tmp_path, recorder, monkeypatch):
     """With chunks of prompts beside decodes, and with graphs that are captured between steps."""
+    if name in ("ministral3", "cohere2"):
+        monkeypatch.setattr(buffers, "SMALL", 16)  # the inputs of larger steps lie elsewhere
     config = config_of(name, tmp_path, async_scheduling=is_ahead)
     eager = Trace(build(replace(config, enforce_eager=True)), is_ahead=is_ahead)
     wanted = eager.responses(seed=1)

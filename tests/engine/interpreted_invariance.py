@@ -22,6 +22,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from engine import ConfigError, EngineConfig, EngineRequest, SamplingParams
 from engine.attention import AttentionLayer, AttentionMeta, gpu_plan, paged_gpu
+from engine.attention.gpu_plan import FEW_ROWS
 from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import Reference
 from engine.build import Built, build, describe
@@ -250,6 +251,23 @@ def test_a_quantized_product_of_any_number_of_rows_has_the_same_bits(form, monke
     torch.testing.assert_close(whole, apart, rtol=1e-3, atol=1e-3)
 
 
+def test_the_proof_has_steps_for_all_tiles_and_decodes_among_few_and_among_many_tokens():
+    runs = invariance._divided(340)
+    steps = [step for run in runs for step in run]
+    rows = {sum(end - first for _, first, end in step) for step in steps}
+    logits = {1, *invariance.CHUNKS, sum(invariance.CHUNKS), invariance.LOGITS}
+    for tiles in [tiles for uniforms in UNIFORM for tiles in uniforms]:
+        for counts in (rows, logits):
+            assert {tile_of(tiles, count) for count in counts} == set(tiles.values())
+    decodes = {sum(end - first for _, first, end in step) for step in steps if step[-1][2] - step[-1][1] == 1}
+    assert min(decodes) == 1 and 1 < min(decodes - {1}) <= FEW_ROWS < max(decodes)
+    for run in runs:
+        for sequence in range(2):  # each token once, in order
+            chunks = [(first, end) for step in run for own, first, end in step if own == sequence]
+            assert [first for first, _ in chunks] == [0, *(end for _, end in chunks)][: len(chunks)]
+        assert max(end for step in run for own, _, end in step if own == 0) == 340
+
+
 # -- a model ----------------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +331,18 @@ def test_our_kernels_compute_all_products_of_a_model(tmp_path, name, monkeypatch
             want = torchs.project(torchs.executors[0].run(step(torchs, rows, caches[1]))[-1:])
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
     assert not {"mm", "addmm", "bmm", "linear", "matmul"} & set(calls.names)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_model_whose_small_weights_have_sums_in_parts_is_proved(tmp_path, monkeypatch):
+    monkeypatch.setattr(skinny, "QUARTERED", (32, 16))
+    monkeypatch.setattr(skinny, "HALVED", (64, 16))
+    used = set()
+    recorded = lambda x, weight, tile, **more: used.add(tile) or multiply(x, weight, tile, **more)  # noqa: E731
+    monkeypatch.setattr(layers, "multiply", recorded)
+    model = model_of("qwen3", tmp_path)
+    assert model.product.invariant
+    assert used == {*WHOLE_SUMS.values(), *IN_PARTS.values()}
 
 
 @pytest.mark.usefixtures("small")

@@ -44,6 +44,7 @@ CASES = [
     (90, "^(chunk|store|rotate).*window bf16 fp8", {"chunk", "store", "rotate"}),
     (90, "^(chunk|store|rotate) Gemma 4 bf16 bf16", {"chunk", "store", "rotate"}),
     (90, "^(?!uniform).*Gemma 4 bf16 i8", ATTENTION - {"uniform"}),
+    (90, "^uniform wide bf16 bf16", {"uniform"}),
     (80, "^(?!uniform).*Gemma 4 bf16 i8", ATTENTION - {"uniform"}),
     (90, "^(chunk|store|rotate).*window fp32 fp32", {"chunk", "store", "rotate"}),
     (90, "largest", LAYERS),

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine import EngineConfig, graph_sizes, memory, models
-from engine.attention import AttentionMeta, gpu_plan, gpu_shapes
+from engine.attention import AttentionMeta, gpu_plan, gpu_shapes, static_plans
 from engine.attention.gpu_plan import Plan
 from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import Reference
@@ -271,6 +271,45 @@ def test_the_inputs_of_steps_with_many_tokens_lie_elsewhere(monkeypatch):
         padding = buffers.padding(tokens)
         assert buffers.are_static(padding.ids) and {padding.ids.data_ptr()} == ids[tokens > 8]
         assert padding.ids.tolist() == [0] * tokens and padding.slot_mapping.tolist() == [-1] * tokens
+
+
+def test_padding_is_never_taken_for_the_inputs_of_a_step():
+    buffers = Buffers(max_tokens=12, max_seqs=4, max_blocks=3, device=CPU, padded=8)
+    shape = Shape(6, 4, 3, 6, 0)
+    before, _ = buffers.views(shape)
+    buffers.padding(6)
+    after, _ = buffers.views(shape)
+    assert after is not before, "Inputs would believe that they are as it has left them"
+
+
+def test_a_step_is_not_replayed_by_a_graph_that_reads_other_memory(monkeypatch, qwen3):  # noqa: F811
+    monkeypatch.setattr(buffers_module, "SMALL", 64)
+    graphs = captured(SharedGPU(), qwen3)
+    plan = SimpleNamespace(meta=SimpleNamespace(max_query=9))
+    found = {tokens: graphs._bucket(SimpleNamespace(ids=range(tokens), plan=plan)) for tokens in (60, 64, 65, 90)}
+    assert found == {60: (64, True), 64: (64, True), 65: (96, True), 90: (96, True)}
+    del graphs._captured[Bucket(64, True)]
+    graphs._suitable.clear()
+    assert graphs._bucket(SimpleNamespace(ids=range(60), plan=plan)) is None
+
+
+def test_a_copy_that_has_failed_is_made_when_the_step_is_tried_again(monkeypatch):
+    layer = layer_of(1, 16, 16)
+    first, second = (Plan(AttentionMeta.of([([0] * 10, start, 1)] * 2, 16)) for start in (9, 140))
+    plans = StaticPlans([layer], torch.float32, second.meta, 8)
+    plans.load(first, has_chunks=False)
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(static_plans, "pinned", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            plans.load(second, has_chunks=False)
+    (table,) = plans._decodes.values()
+    table[0] = 7
+    plans.load(second, has_chunks=False)
+    assert table[0, 0] == len(second.on_host(next(iter(plans._decodes)))[0][0].table) - 1
 
 
 def test_a_step_of_several_launches_of_decodes_is_not_replayed(monkeypatch):

@@ -116,7 +116,7 @@ def _attended(
     """Return the softmax of queries [ROWS, DIM_P] over the context from `begin` to `end`, see `_merged`.
 
     position: [ROWS], of each query; first, last: of the item's queries. cache_at, scales_at: the KV head's share of
-    block 0. table_at: the row's blocks. scale is not negative.
+    block 0. table_at: the row's blocks. scale is not negative. With SKIP, and no WINDOW, begin is a multiple of TILE.
     """
     # Scores that are not seen stay -inf even if the scale is rounded to 0.
     factor = LOG2E if SOFTCAP else tl.maximum(scale * LOG2E, 1e-30)
@@ -125,7 +125,8 @@ def _attended(
     values = tl.zeros([ROWS, V_DIM_P], tl.float32)
     since = begin // TILE * TILE
     if SKIP:
-        # All queries see the keys in between, of which most loops have the most. The loop before is that of a window.
+        # Three ranges: keys that not all windows have, keys that all queries see, and the rest. The one in the middle,
+        # usually the longest, needs no masks.
         seen = tl.maximum(since, tl.minimum(end, first + 1) // TILE * TILE)
         if WINDOW:
             head = tl.minimum(tl.cdiv(tl.maximum(begin, last - WINDOW + 1), TILE) * TILE, seen)

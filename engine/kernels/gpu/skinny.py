@@ -4,9 +4,9 @@ With few rows a product takes the time in which its weight is read. The gate and
 and save launches. The RMSNorm before it has a kernel of its own: a product whose programs computed it, too, took twice
 as long on an H200, because x then goes through registers on its way to the matrix units.
 
-A program computes a tile of the result over all columns, in steps of COLUMNS. So a row's sum has one order, whatever
-the number of rows. With other tiles it has the same one, as far as the GPU's matrix instructions add up columns alike
-for all of them.
+A program computes a tile of the result over all columns, or over a part of them, in steps of COLUMNS. So a row's sum
+has one order, whatever the number of rows. With other tiles and as many parts it has the same one, as far as the GPU's
+matrix instructions add up columns alike for all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from . import activations
 from .prefetching import prefetch
 
 LINE = tl.constexpr(64)  # numbers of 16 bits in a line of the cache
-PART = tl.constexpr(128)  # columns of which a part of a sum is a multiple, unless a step has more
+# A part of a sum has a multiple of this many columns, or of COLUMNS if that is more, so that tiles of 64 and of 128
+# columns divide sums alike.
+PART = tl.constexpr(128)
 
 
 @triton.jit
@@ -73,6 +75,7 @@ def multiply(
     owner. pairs and owners: see experts.arrange. places: [owners, 2] int64, where an owner's weight and bias are,
     counted in 16 numbers from weight and bias.
     """
+    tl.static_assert(PARTS == 1 or ACTIVATION == "")
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     WIDE: tl.constexpr = tl.float32 if WIDEN else DTYPE  # the interpreter does not compute in bfloat16
     row_tile = tl.program_id(0)
