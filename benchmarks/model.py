@@ -1,6 +1,9 @@
 """Creates a model with the shape of Qwen3-0.6B, random bfloat16 weights and a tokenizer whose ids are all visible text.
 
     python -m benchmarks.model /tmp/qwen3-0.6b-random
+    python -m benchmarks.model /tmp/qwen3-moe-random --experts
+
+With --experts it is a Qwen3-MoE of 16 layers of 32 experts, of which a token has 4: 1.5 billion numbers.
 
 Speed depends only on the shape. A random model samples ids from the whole vocabulary, and servers send chunks only for
 visible text, so nearly every id must have some: besides the 256 bytes the tokens are words, " w258", " w259", ….
@@ -9,9 +12,9 @@ The tokenizer is a byte-level BPE, which other servers' converters support.
 
 from __future__ import annotations
 
+import argparse
 import json
 import pathlib
-import sys
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -27,6 +30,13 @@ SHAPE = {
     "rope_theta": 1e6,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
+}
+EXPERTS = {
+    "num_hidden_layers": 16,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
 }
 
 
@@ -45,17 +55,19 @@ def words(size: int) -> Tokenizer:
     return tokenizer
 
 
-def make(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
+def make(folder: pathlib.Path, *, has_experts: bool = False) -> pathlib.Path:
     """Write the folder unless it exists; returns it."""
     if (folder / "model.safetensors").exists():
         return folder
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)
-    config = Qwen3Config(**SHAPE, dtype="bfloat16", eos_token_id=0, bos_token_id=None, pad_token_id=0)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    torch.manual_seed(0)
+    ids = {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0}
+    plain = Qwen3Config(**SHAPE, **ids, dtype="bfloat16")
+    config = Qwen3MoeConfig(**{**SHAPE, **EXPERTS}, **ids, dtype="bfloat16") if has_experts else plain
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     tokenizer = words(SHAPE["vocab_size"])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -63,4 +75,8 @@ def make(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
 
 
 if __name__ == "__main__":
-    print(make(pathlib.Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts")
+    arguments = parser.parse_args()
+    print(make(arguments.folder, has_experts=arguments.experts))

@@ -399,14 +399,17 @@ def test_the_table_has_rounds_and_the_share_of_the_round_that_has_both(tmp_path)
     assert told["rounds"] == 3
 
 
-def test_a_run_that_is_stopped_keeps_its_cases_and_leaves_no_server(tmp_path, monkeypatch, capsys):
-    stopped = []
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_run_that_is_stopped_keeps_its_cases_and_leaves_no_server(tmp_path, monkeypatch, capsys, is_known):
+    """`is_known`: what a step of the model reads, which depends on its tokens if it has experts."""
+    stopped, probed = [], []
 
     async def enter(stack, peer, words, seed):
         stack.callback(stopped.append, peer.name)
         return contestant(peer, A=[1, 2])
 
     async def measure(everyone, arguments, limits, keep):
+        probed.append(limits.dtype)
         keep()
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.Event().wait()
@@ -414,12 +417,14 @@ def test_a_run_that_is_stopped_keeps_its_cases_and_leaves_no_server(tmp_path, mo
     monkeypatch.setattr(compare, "SETTLE_S", 0)
     monkeypatch.setattr(compare, "enter", enter)
     monkeypatch.setattr(compare, "measure", measure)
+    found = Limits(1e9) if is_known else None
+    monkeypatch.setattr(compare, "probe_where_known", lambda _: contextlib.nullcontext(found))
     monkeypatch.setattr(compare, "probe", lambda _: contextlib.nullcontext(Limits(1e9)))
     (tmp_path / "peers.toml").write_text('[[server]]\nname = "a"\nurl = "x"\n')
     out = tmp_path / "new" / "out"
     argv = [str(tmp_path / "peers.toml"), "--model", "builtin", "--cases", "A", "--out", str(out)]
     assert compare.main(argv) == compare.STOPPED
-    assert stopped == ["a"]
+    assert stopped == ["a"] and probed == ["bfloat16" if is_known else ""]
     assert json.loads((out / "compare.json").read_text())["rounds"] == 2
     assert "stopped; cases that were measured are in" in capsys.readouterr().err
 
