@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from engine import ConfigError, EngineConfig, EngineRequest, LocalEngine, SamplingParams
-from engine.attention import AttentionLayer, AttentionMeta, check, choice, gpu_plan, paged_gpu
+from engine.attention import AttentionLayer, AttentionMeta, check, choice, gpu_plan, gpu_shapes, paged_gpu
 from engine.attention.layer import LARGEST
 from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import quantize
@@ -70,8 +70,8 @@ def test_operations_that_are_recorded_are_repeated_with_their_own_arguments():
 def small(monkeypatch):
     """Parts and tiles that short sequences fill, so that the interpreter has little to do."""
     monkeypatch.setattr(gpu_plan, "SPLIT", 32)
-    monkeypatch.setattr(paged_gpu, "TILE_ROWS", (16, 16, 16))
-    monkeypatch.setattr(paged_gpu, "FLOAT32_TILE_ROWS", (16, 16, 16))
+    monkeypatch.setattr(gpu_shapes, "TILE_ROWS", (16, 16, 16))
+    monkeypatch.setattr(gpu_shapes, "FLOAT32_TILE_ROWS", (16, 16, 16))
     shape = paged_gpu.attend_shape
     monkeypatch.setattr(paged_gpu, "attend_shape", lambda *args, **traits: shape(*args, **traits)._replace(keys=16))
 
