@@ -16,6 +16,9 @@ LINE = 64  # numbers of 16 bits in a line of a GPU's cache
 MOST_NEAR = 32  # tokens of a block: `attend` brings eight blocks to the cache, if a part has as many
 
 
+BRANCH, LOOP = 1, 2  # see Shape
+
+
 class Shape(NamedTuple):
     """How a program of `attend` computes."""
 
@@ -23,7 +26,8 @@ class Shape(NamedTuple):
     warps: int
     stages: int  # of the loop over keys; the ids of blocks take two of them
     is_early: bool = False  # keys and values come to the cache before the kernel before has ended
-    skips: bool = False  # the keys that all queries see have a loop of their own, without masks
+    # With BRANCH or LOOP the keys that all queries see are not masked: a branch decides, or they have a loop.
+    skips: int = 0
 
 
 class GPUCache(LayerCache):

@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from .gpu_cache import Shape, padded, tile_rows
+from .gpu_cache import BRANCH, LOOP, Shape, padded, tile_rows
 from .gpu_plan import FEW_ROWS
 from .layer import AttentionLayer
 
@@ -25,7 +25,7 @@ SHORT_ROWS, HOPPER = 16, 9  # see `is_short`; the major number of the capability
 # Of rows of one query, which take the time in which their keys and values are read. With few rows a program reads much
 # at once; with many, programs of one warp need not wait for other warps.
 FEW, MANY = Shape(128, 4, 3, is_early=True), Shape(32, 1, 4)
-CHUNK = Shape(128, 8, 3, skips=True)  # of longer rows
+CHUNK = Shape(128, 8, 3, skips=LOOP)  # of longer rows
 
 
 def breadth(layer: AttentionLayer) -> int:
@@ -93,9 +93,10 @@ def attend_shape(
     warps = 8 if queries > 1 or rows > 64 or kind > 1 else 4
     # With three stages keys are loaded when they are needed, and not before.
     is_deep = queries == 1 or (dtype != torch.float32 and not is_scaled)
-    # Several loops take more registers: in float32, for the largest heads, and for windows of a cache with scales more
-    # than there are.
-    skips = is_large and queries > 1 and kind < 2 and dtype != torch.float32 and not (is_scaled and layer.window)
+    # A loop of its own is faster, and takes registers: in float32, for the largest heads, and for windows with large
+    # heads or a cache with scales more than there are.
+    has_room = kind < 2 and dtype != torch.float32 and not (layer.window and (is_scaled or kind))
+    skips = (LOOP if has_room else BRANCH) if is_large and queries > 1 else 0
     return Shape(keys, warps, 5 if is_large and is_deep and kind < 2 else 3, skips=skips)
 
 

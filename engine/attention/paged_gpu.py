@@ -19,7 +19,7 @@ from ..config import EngineConfig
 from ..kernels.launching import gpu_kernels, launch
 from . import gpu_plan
 from .backend import AttentionBackend, LayerCache
-from .gpu_cache import GPUCache, attend_constants, padded
+from .gpu_cache import LOOP, GPUCache, attend_constants, padded
 from .gpu_plan import FEW_ROWS, ITEM, Plan
 from .gpu_shapes import MAX_GROUP, WIDTHS, attend_shape, breadth, is_short, queries_of
 from .layer import LARGEST, AttentionLayer, stored_size
@@ -205,7 +205,7 @@ class PagedGPU:
         for works, most, split in kinds:
             for work in works:
                 shape = attend_shape(layer, dtype, most, min(tokens, FEW_ROWS + 1), **traits)
-                assert not shape.skips or gpu_plan.SPLIT % shape.keys == 0, "see _attended"
+                assert shape.skips != LOOP or gpu_plan.SPLIT % shape.keys == 0, "see _attended"
                 self._reserve(work.num_parts, layer, device)
                 launch(kernels.attend, (layer.num_kv_heads, programs(work.max_items, layer.num_kv_heads, most, device)),
                     q, cache.tensor, cache.scales, table, work.table, meta.query_start, meta.seq_lens, out,

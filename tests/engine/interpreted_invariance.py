@@ -22,6 +22,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from engine import ConfigError, EngineConfig, EngineRequest, SamplingParams
 from engine.attention import AttentionLayer, AttentionMeta, gpu_plan, paged_gpu
+from engine.attention.gpu_cache import BRANCH, LOOP
 from engine.attention.gpu_plan import FEW_ROWS
 from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import Reference
@@ -150,16 +151,16 @@ def test_attention_to_a_context_has_the_same_bits_however_its_tokens_are_divided
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("is_invariant", [False, True])
-def test_a_loop_without_masks_over_the_keys_that_all_queries_see_changes_no_bit(shape, is_invariant, monkeypatch):
+def test_no_masks_of_the_keys_that_all_queries_see_change_no_bit(shape, is_invariant, monkeypatch):
     found, plain = [], paged_gpu.attend_shape
-    for skips in (False, True):
+    for skips in (0, BRANCH, LOOP):
 
-        def shape_of(layer: Any, dtype: Any, queries: int, *args: Any, skips: bool = skips, **traits: Any) -> Any:
-            return plain(layer, dtype, queries, *args, **traits)._replace(skips=skips and queries > 1)
+        def shape_of(layer: Any, dtype: Any, queries: int, *args: Any, skips: int = skips, **traits: Any) -> Any:
+            return plain(layer, dtype, queries, *args, **traits)._replace(skips=skips if queries > 1 else 0)
 
         monkeypatch.setattr(paged_gpu, "attend_shape", shape_of)
         found.append(attended(PagedGPU(invariant=is_invariant), SHAPES[shape], DIVIDED)[0])
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_smaller_tiles_for_rows_of_one_query_change_no_bit(monkeypatch):

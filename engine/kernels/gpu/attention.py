@@ -60,12 +60,13 @@ def _masked(scores, own, position, begin, end, WINDOW: tl.constexpr):
 
 @triton.jit
 def _tile(
-    top, total, values, q, position, begin, end, at, cache_at, scales_at, table_at, scale, factor, softcap, cache_block,
-    scales_block, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr, V_DIM_P: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
-    WIDEN: tl.constexpr, MASKED: tl.constexpr,
+    top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at, scale, factor,
+    softcap, cache_block, scales_block, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
+    V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr, WIDEN: tl.constexpr, MASKED: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax with TILE keys more, from `at` on. MASKED: not all queries see all of them."""
+    """Return the softmax with TILE keys more, from `at` on. MASKED: not all queries see all of them; with BRANCH only
+    if not all are between `seen_begin` and `seen_end`, which all queries see."""
     d = tl.arange(0, DIM_P)
     e = tl.arange(0, V_DIM_P)
     t = tl.arange(0, TILE)
@@ -89,7 +90,10 @@ def _tile(
         scores *= tl.load(scales)[None, :]
     if SOFTCAP:
         scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 * scale / softcap)) + 1.0))
-    if MASKED:
+    if BRANCH:
+        if (at < seen_begin) | (at + TILE > seen_end):
+            scores = _masked(scores, at + t, position, begin, end, WINDOW)
+    elif MASKED:
         scores = _masked(scores, at + t, position, begin, end, WINDOW)
     highest = tl.maximum(top, tl.max(scores, 1) * factor)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
@@ -116,7 +120,8 @@ def _attended(
     """Return the softmax of queries [ROWS, DIM_P] over the context from `begin` to `end`, see `_merged`.
 
     position: [ROWS], of each query; first, last: of the item's queries. cache_at, scales_at: the KV head's share of
-    block 0. table_at: the row's blocks. scale is not negative. With SKIP, and no WINDOW, begin is a multiple of TILE.
+    block 0. table_at: the row's blocks. scale is not negative. With SKIP of 2 and no WINDOW, begin is a multiple of
+    TILE.
     """
     # Scores that are not seen stay -inf even if the scale is rounded to 0.
     factor = LOG2E if SOFTCAP else tl.maximum(scale * LOG2E, 1e-30)
@@ -124,37 +129,42 @@ def _attended(
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, V_DIM_P], tl.float32)
     since = begin // TILE * TILE
-    if SKIP:
+    # All queries see the keys in between.
+    seen_begin = begin
+    if WINDOW:
+        seen_begin = tl.maximum(begin, last - WINDOW + 1)
+    seen_end = tl.minimum(end, first + 1)
+    if SKIP == 2:
         # Three ranges: keys that not all windows have, keys that all queries see, and the rest. The one in the middle,
         # usually the longest, needs no masks.
-        seen = tl.maximum(since, tl.minimum(end, first + 1) // TILE * TILE)
+        seen = tl.maximum(since, seen_end // TILE * TILE)
         if WINDOW:
-            head = tl.minimum(tl.cdiv(tl.maximum(begin, last - WINDOW + 1), TILE) * TILE, seen)
+            head = tl.minimum(tl.cdiv(seen_begin, TILE) * TILE, seen)
             for at in tl.range(since, head, TILE, num_stages=1):
                 top, total, values = _tile(
-                    top, total, values, q, position, begin, end, at, cache_at, scales_at, table_at, scale, factor,
-                    softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW, SOFTCAP,
-                    SCALED, WIDEN, True,
+                    top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at,
+                    table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK,
+                    TILE, WINDOW, SOFTCAP, SCALED, WIDEN, True, False,
                 )  # fmt: skip
             since = head
         for at in range(since, seen, TILE):
             top, total, values = _tile(
-                top, total, values, q, position, begin, end, at, cache_at, scales_at, table_at, scale, factor, softcap,
-                cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW, SOFTCAP, SCALED, WIDEN,
-                False,
+                top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at,
+                scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW,
+                SOFTCAP, SCALED, WIDEN, False, False,
             )  # fmt: skip
         for at in tl.range(seen, end, TILE, num_stages=1):
             top, total, values = _tile(
-                top, total, values, q, position, begin, end, at, cache_at, scales_at, table_at, scale, factor, softcap,
-                cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW, SOFTCAP, SCALED, WIDEN,
-                True,
+                top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at,
+                scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW,
+                SOFTCAP, SCALED, WIDEN, True, False,
             )  # fmt: skip
     else:
         for at in range(since, end, TILE):
             top, total, values = _tile(
-                top, total, values, q, position, begin, end, at, cache_at, scales_at, table_at, scale, factor, softcap,
-                cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW, SOFTCAP, SCALED, WIDEN,
-                True,
+                top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at,
+                scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW,
+                SOFTCAP, SCALED, WIDEN, True, SKIP == 1,
             )  # fmt: skip
     return top, total, values
 
@@ -178,9 +188,9 @@ def attend(
     arrived: [parts, KV_HEADS] counts them and is zero before and after. ROWS >= QUERIES * HEADS // KV_HEADS is the
     height of a tile. UNIFORM: an item with 0 parts is its whole context, in parts that are added up as those of several
     items are, so that a token's sums have one order whatever its row is. SKIP: the keys of tiles that all queries see
-    have a loop of their own, without masks, which changes no result. WIDEN: multiply in float32, as the interpreter
-    must. NEAR: a power of two, the lines of 64 numbers of a head's share of a block, which come to the cache before; 0:
-    they do not. DEPENDENT as in skinny.multiply.
+    are not masked, which changes no result: with 1 a branch decides, with 2 they have a loop of their own. WIDEN:
+    multiply in float32, as the interpreter must. NEAR: a power of two, the lines of 64 numbers of a head's share of a
+    block, which come to the cache before; 0: they do not. DEPENDENT as in skinny.multiply.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0)  # first, so that programs without items start after those that have one
