@@ -11,9 +11,9 @@
 //
 // Scales. A panel has a record for each block, which is one group or several: for each row the scale and, if the
 // format has them, the minimum, in float16. If several groups share a record, bytes follow for each group: for each row
-// the factor of its scale, and that of its minimum. I4 and I5 have one record for a row, whose scale and minimum are in
-// bfloat16. Q4_Z has a byte in place of the minimum, which is the scale times
-// that byte. MXFP4 has only a byte: its scale is a power of two, and the byte is the exponent of half of it.
+// the factor of its scale, and that of its minimum. I4, I5 and I8 have one record for a row, whose scale and minimum are in
+// bfloat16. Q4_Z has a byte in place of the minimum, which is the scale times that byte. MXFP4 has only a byte: its scale
+// is a power of two, and the byte is the exponent of half of it.
 //
 // Activations. A number of x has one byte, or two: the second has 7 more bits, multiplied by the same weights after the
 // sums have been shifted by 7 bits. That takes up to twice the time, and rounds x less than bfloat16 does.
@@ -130,7 +130,8 @@ class Scales {
     const uint16_t* halves = (const uint16_t*)from + row;
     record = from + 2 * WIDTH * kinds + row;
     if (!format.groups) {
-      scale = load_bf16(halves), minimum = load_bf16(halves + WIDTH);
+      scale = load_bf16(halves);
+      if (format.has_minimum) minimum = load_bf16(halves + WIDTH);
       return;
     }
     scale = load_f16(halves);

@@ -7,10 +7,11 @@
 namespace {
 
 // The type's number in a GGUF file. Q4_Z is our own, for quantized safetensors checkpoints: a scale in float16, the
-// negated zero point in a byte, and the numbers like those of Q4_0. I4 and I5 are what rounding.cpp makes of plain
-// weights: each row has a scale and a minimum, in bfloat16, and each of its groups the bytes that multiply them.
+// negated zero point in a byte, and the numbers like those of Q4_0. I4, I5 and I8 are what rounding.cpp makes of plain
+// weights: each row has a scale and, in I4 and I5, a minimum, in bfloat16, and each of its groups the bytes that multiply
+// them.
 enum Type {
-  Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, MXFP4 = 39, Q4_Z = 256, I4, I5
+  Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, MXFP4 = 39, Q4_Z = 256, I4, I5, I8
 };
 
 // A number of a weight is scale * (stored - zero) + minimum. Each group of a row has one scale and one minimum.
@@ -35,6 +36,7 @@ const Format FORMATS[] = {
     {Q5_K, 5, 0, 8, 176, true, false, false},   {Q6_K, 6, 32, 16, 210, false, false, false},
     {MXFP4, 4, 12, 1, 17, false, false, true},  {Q4_Z, 4, 0, 1, 19, true, true, false},
     {I4, 4, 0, 0, 0, true, false, false},       {I5, 5, 0, 0, 0, true, false, false},
+    {I8, 8, 128, 0, 0, false, false, false},
 };
 
 // The number of groups that share a record, of a row's groups.
@@ -99,6 +101,7 @@ struct Block {
         break;
       case I4:
       case I5:
+      case I8:
         break;  // in no file
     }
   }

@@ -19,8 +19,8 @@ from .structures import Joined as JoinedParts
 
 SLAB = 64 << 20  # bytes
 LINE = 64  # bytes of a cache line
-GROUP = 32  # columns of a weight in 4 or 5 bits that share a scale
-FORMATS_OF_ROWS = {4: 257, 5: 258}  # by bits: I4 and I5 of blocks.h
+GROUP = 32  # columns of a weight in 4 or 5 bits, or in 8 bits and grouped, that share a scale
+FORMATS_OF_ROWS = {4: 257, 5: 258, 8: 259}  # by bits: I4, I5 and I8 of blocks.h
 
 
 class Stored(NamedTuple):
@@ -295,12 +295,12 @@ class Packed:
 
 
 class Quantized(Packed):
-    """Like Packed, with the weight quantized to 8, 5 or 4 bits while it is packed; see quantized.cpp for 8 bits, and
-    rounding.cpp for fewer.
+    """Like Packed, with the weight quantized to 8, 5 or 4 bits while it is packed.
 
-    With fewer than 8 bits each group has the scale and the minimum, of several, with the smallest sum of squared errors
-    times the importance of their columns. Activations are quantized to 8 bits, each group of a row separately. `lookup`
-    returns dequantized rows.
+    In 8 bits a row has one scale, see quantized.cpp; or each group of a row has, if `grouped`, see rounding.cpp. With
+    fewer bits each group has the scale and the minimum, of several, with the smallest sum of squared errors times the
+    importance of their columns. Activations are quantized to 8 bits: each group of a row separately, or 128 numbers
+    where a row of the weight has one scale. `lookup` returns dequantized rows.
     """
 
     def __init__(
@@ -310,16 +310,18 @@ class Quantized(Packed):
         bias: Tensor | None = None,  # [rows]
         *,
         bits: int,
+        grouped: bool = False,  # fewer than 8 bits always are
         importance: Tensor | None = None,  # [columns], not negative; None: all columns matter alike. Not with 8 bits
         gated: bool = False,
         wide: bool = False,
         stride: int | None = None,
         packing: Packing | None = None,
     ) -> None:
-        self.bits = bits
-        self.packer = "quantize" if bits == 8 else "round_rows"
-        if bits < 8:
+        self.bits, self._grouped = bits, grouped or bits < 8
+        self.packer = "round_rows" if self._grouped else "quantize"
+        if self._grouped:
             self.format = FORMATS_OF_ROWS[bits]
+        if bits < 8:
             columns = (weight if isinstance(weight, Tensor) else weight[0]).shape[1]
             self.importance = torch.zeros(-(-columns // GROUP) * GROUP)
             self.importance[:columns] = 1.0 if importance is None else importance.float()
@@ -327,19 +329,19 @@ class Quantized(Packed):
 
     def _function(self, kernels: Kernels) -> Any:
         assert self.bits is not None
-        return kernels.multiply_int8[self.dtype] if self.bits == 8 else kernels.multiply_blocks[self.bits, self.dtype]
+        return kernels.multiply_blocks[self.bits, self.dtype] if self._grouped else kernels.multiply_int8[self.dtype]
 
     def _panel_shape(self) -> tuple[int, ...]:
         assert self.bits is not None
-        return (units_of(self.columns, self.bits), self._kernels.width)
+        return (units_of(self.columns, self.bits, grouped=self._grouped), self._kernels.width)
 
     def _allocate_scales(self, num_panels: int) -> Tensor | None:
-        if self.bits == 8:
+        if not self._grouped:
             return torch.empty(num_panels, self._kernels.width)
         return torch.empty(num_panels, self._kernels.scales_bytes(self.format, self.columns), dtype=torch.uint8)
 
     def _look_up(self, ids: Tensor, out: Tensor) -> int:
-        look_up = self._kernels.dequantized if self.bits == 8 else self._kernels.dequantized_blocks
+        look_up = self._kernels.dequantized_blocks if self._grouped else self._kernels.dequantized
         return int(look_up(self._address, self.dtype.itemsize, ids.data_ptr(), len(ids), out.data_ptr()))
 
 
@@ -429,12 +431,14 @@ class Joined(Packed):
         raise AssertionError("an embedding is one tensor, of one format")
 
 
-def units_of(columns: int, bits: int) -> int:
-    """Return the number of four-byte units of a row in 8 bits, or in whole groups of fewer."""
-    return -(-columns // 4) if bits == 8 else -(-columns // GROUP) * bits
+def units_of(columns: int, bits: int, *, grouped: bool) -> int:
+    """Return the number of four-byte units of a row, see Quantized."""
+    return -(-columns // GROUP) * bits if grouped else -(-columns // 4)
 
 
-def quantized_bytes(rows: int, columns: int, bits: int) -> int:
-    """Return the size of a weight quantized to `bits` with its scales, without the padding of its last panel."""
-    scales = 4 if bits == 8 else 4 + 2 * -(-columns // GROUP)
-    return rows * (units_of(columns, bits) * 4 + scales)
+def quantized_bytes(rows: int, columns: int, bits: int, *, grouped: bool = False) -> int:
+    """Return the size of a quantized weight with its scales, without the padding of its last panel; see Quantized."""
+    grouped = grouped or bits < 8
+    kinds = 2 if bits < 8 else 1  # a scale and a minimum, or a scale
+    scales = kinds * (2 + -(-columns // GROUP)) if grouped else 4
+    return rows * (units_of(columns, bits, grouped=grouped) * 4 + scales)

@@ -1,7 +1,7 @@
-// Packs a plain weight in the blocks of I4 or I5, see blocks.h: numbers of 4 or 5 bits, and for each group of 32 a
-// scale and a minimum.
+// Packs a plain weight in the blocks of I4, I5 or I8, see blocks.h: numbers of 4, 5 or 8 bits, and for each group of 32 a
+// scale, and a minimum if they have fewer than 8 bits.
 //
-// Packing searches both. From several first scales it takes turns: the numbers are rounded, and then the scale and the
+// With 8 bits the largest number of a group becomes its largest stored one. With fewer, packing searches both. From several first scales it takes turns: the numbers are rounded, and then the scale and the
 // minimum become those with the smallest sum of squared errors, each multiplied by the importance of its column. The
 // best pair of a group is then expressed in bytes, as multiples of a scale and a minimum of the row, the minimum is
 // chosen once more for the scale that was rounded, and so are the numbers.
@@ -44,14 +44,19 @@ struct GroupOfRows {
   }
   static INLINE V negative(V v) { return mul(v, set1(-1.0f)); }
 
+  // The largest magnitude, as integers, where NaN is larger than infinity.
+  U largest() const {
+    U bits = set1_units(0);
+    for (int k = 0; k < GROUP; ++k) bits = max_ints(bits, and_(as_units(numbers[k]), set1_units(0x7fffffff)));
+    return bits;
+  }
+
   // The scale and the minimum. Both are NaN if a number is not finite.
   void search(const float* importance, V& scale, V& minimum) const {
     V low = numbers[0], high = numbers[0], sum_w = zero(), sum_x = zero(), sum_xx = zero();
-    U bits = set1_units(0);  // the largest magnitude, as integers, where NaN is larger than infinity
     for (int k = 0; k < GROUP; ++k) {
       const V x = numbers[k], w = set1(importance[k]), wx = mul(w, x);
       low = min(low, x), high = max(high, x);
-      bits = max_ints(bits, and_(as_units(x), set1_units(0x7fffffff)));
       sum_w = add(sum_w, w), sum_x = add(sum_x, wx), sum_xx = fma(wx, x, sum_xx);
     }
     const V half_low = mul(low, set1(0.5f)), half_high = mul(high, set1(0.5f));  // the difference could overflow
@@ -87,7 +92,7 @@ struct GroupOfRows {
         least = where_less(error, least, error, least);
       }
     }
-    const V size = as_floats(bits), nan = set1(bits_to_float(0x7fc00000));
+    const V size = as_floats(largest()), nan = set1(bits_to_float(0x7fc00000));
     scale = where_less(size, set1(SMALLEST), zero(), scale);
     minimum = where_less(size, set1(SMALLEST), zero(), minimum);
     const V finite = sub(size, size);  // infinity - infinity is NaN
@@ -126,6 +131,19 @@ struct GroupOfRows {
     if (BITS == 5) store_units(to, upper), to += WIDTH;
     for (int u = 0; u < GROUP / 8; ++u) store_units(to + u * WIDTH, or_(fours[2 * u], shift_left<4>(fours[2 * u + 1])));
   }
+
+  // Write the group's numbers of 8 bits, multiples of `scale`, like write_units.
+  void write_bytes(V scale, uint32_t* to) const {
+    const V inverse = inverse_of(scale);
+    for (int s = 0; s < GROUP / 4; ++s) {
+      U four = set1_units(0);
+      for (int i = 3; i >= 0; --i) {
+        const V steps = max(set1(-MOST), min(set1(MOST), round(mul(numbers[4 * s + i], inverse))));
+        four = or_(shift_left<8>(four), add_ints(round_to_ints(steps), set1_units(128)));
+      }
+      store_units(to + s * WIDTH, four);
+    }
+  }
 };
 
 struct Rounder {
@@ -143,9 +161,36 @@ struct Rounder {
       for (int half = 0; half < WIDTH; half += LANES) {
         const Number* of_lanes[LANES];  // null for a missing row
         for (int j = 0; j < LANES; ++j) of_lanes[j] = (const Number*)rows.row(p, half + j);
-        if (rows.weight.bits == 4) round_rows<4>(rows.weight, of_lanes, p, half, found);
+        if (rows.weight.bits == 8) round_to_8(rows.weight, of_lanes, p, half);
+        else if (rows.weight.bits == 4) round_rows<4>(rows.weight, of_lanes, p, half, found);
         else round_rows<5>(rows.weight, of_lanes, p, half, found);
       }
+  }
+
+  // A row's scale is that of its largest number divided by MOST, and a factor is rounded up, so that no number is cut off.
+  template <class Number>
+  static void round_to_8(const Weight& weight, const Number* const* rows, int64_t panel, int half) {
+    typedef GroupOfRows<8> Group;
+    const int64_t groups = ceil_div(weight.columns, GROUP), group_units = GROUP / 4;
+    U bits = set1_units(0);
+    for (int64_t g = 0; g < groups; ++g) bits = max_ints(bits, Group(rows, weight.columns, g * GROUP).largest());
+    const V top = as_floats(bits), finite = sub(top, top);  // infinity - infinity is NaN
+    const V one = divide(divide(top, set1(MOST)), set1(MOST));
+    const V scale = where_not_nan(finite, where_less(top, set1(SMALLEST), zero(), one), finite);
+    const U rounded = to_bf16_units(scale);
+    uint16_t* of_row = (uint16_t*)((char*)weight.scales + panel * (2 + groups) * WIDTH) + half;
+    store_halves(of_row, rounded);
+    const V unit = as_floats(shift_left<16>(rounded));
+    int8_t* factors = (int8_t*)(of_row - half + WIDTH) + half;
+    uint32_t* to = (uint32_t*)weight.panels + panel * groups * group_units * WIDTH + half;
+    for (int64_t g = 0; g < groups; ++g, factors += WIDTH, to += group_units * WIDTH) {
+      const Group group(rows, weight.columns, g * GROUP);
+      const V exact = mul(divide(as_floats(group.largest()), set1(MOST)), Group::inverse_of(unit)), near = round(exact);
+      const V up = add(near, where_less(near, exact, set1(1.0f), zero()));
+      const V factor = max(set1(1.0f), min(set1(MOST), up));
+      store_bytes(factors, factor);
+      group.write_bytes(mul(factor, unit), to);
+    }
   }
 
   template <int BITS, class Number>
@@ -186,7 +231,7 @@ struct Rounder {
 
 }  // namespace
 
-// Like `pack` in matmul.cpp, for weights of `bits`, 4 or 5, that become blocks of I4 or I5.
+// Like `pack` in matmul.cpp, for weights of `bits`, 4, 5 or 8, that become blocks of I4, I5 or I8.
 EXPORT int32_t NAMED(round_rows)(const Weight* weights, int64_t count, Progress* progress, int32_t threads) {
   Packing<Rounder> packing = {weights, count, progress, nullptr, 0, 0};
   return packing.compute(threads);

@@ -22,7 +22,7 @@ from .importance import ROWS, of_hidden
 from .layer_inputs import LayerInputs
 from .layers import InFile, Linear, Quantization, softcap
 from .norms import make_norm
-from .precision import head_bits, layer_bits, weighs_columns
+from .precision import head_bits, is_grouped, layer_bits, weighs_columns
 from .rope import Rotary
 from .spec import ModelSpec
 from .weights import Checkpoint, reported
@@ -199,7 +199,8 @@ class Decoder:
     def _pack_ends(self, in_file: Mapping[Linear, InFile]) -> None:
         # Logits must be float32. A tied head and embedding are stored once, in a form that both can use.
         bits, looked_up = head_bits(self.spec.quantization), self.head is self.embedding
-        quantization = None if bits is None else Quantization(bits)
+        grouped = is_grouped(self.spec.quantization, self.spec.num_params)
+        quantization = None if bits is None else Quantization(bits, grouped=grouped)
         kernels, of_head = self.product.kernels, in_file.get(self.head)
         self.head.pack(kernels, wide=True, looked_up=looked_up, quantization=quantization, in_file=of_head)
         if self.embedding is not self.head and (in_blocks := in_file.get(self.embedding)) is not None:

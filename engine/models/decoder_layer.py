@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -193,14 +194,15 @@ class Layer:
         self, bits: LayerBits, hidden: Tensor | None, in_file: Mapping[Linear, InFile]
     ) -> dict[Linear, Quantization]:
         rows_in_8 = self.rows[2] if bits.value > bits.others else 0
+        kind = partial(Quantization, grouped=bits.grouped)
         found = {
-            self.qkv: Quantization(bits.others, after_norm(self.attention_norm, hidden), rows_in_8),
-            self.output: Quantization(bits.others),
+            self.qkv: kind(bits.others, after_norm(self.attention_norm, hidden), rows_in_8),
+            self.output: kind(bits.others),
         }
         if self.has_mlp:
             columns = after_norm(self.mlp_norm or self.attention_norm, hidden)
             inner = self.gate_up.importance_after(columns, in_file.get(self.gate_up)) if bits.down < 8 else None
-            found |= {self.gate_up: Quantization(bits.others, columns), self.down: Quantization(bits.down, inner)}
+            found |= {self.gate_up: kind(bits.others, columns), self.down: kind(bits.down, inner)}
         return found
 
 

@@ -226,14 +226,14 @@ class Experts:
         self.router.pack(kernels, wide=True, in_file=in_file.get(self.router))
         shared = [] if self.shared is None else [self.shared]
         pairs = [*zip(self.gate_ups, self.downs, strict=True), *shared]
-        up = None if bits is None else Quantization(bits.others, importance)
+        up = None if bits is None else Quantization(bits.others, importance, grouped=bits.grouped)
         inner: list[Tensor | None] = [None] * len(pairs)  # the importance of the columns of each `down`
         for index, (gate_up, _) in enumerate(pairs):
             if bits is not None and bits.down < 8:
                 inner[index] = gate_up.importance_after(importance, in_file.get(gate_up))
             gate_up.pack(kernels, quantization=up, in_file=in_file.get(gate_up))
         for (_, last), columns in zip(pairs, inner, strict=True):
-            down = None if bits is None else Quantization(bits.down, columns)
+            down = None if bits is None else Quantization(bits.down, columns, grouped=bits.grouped)
             last.pack(kernels, quantization=down, in_file=in_file.get(last))
 
 

@@ -97,6 +97,7 @@ class Quantization(NamedTuple):
     bits: int
     importance: Tensor | None = None  # of its columns, see Quantized
     rows_in_8: int = 0  # its last rows, which have 8 bits
+    grouped: bool = False  # on a CPU: groups have scales of their own in 8 bits, too
 
 
 def _divided(parts: Parts, rows: int) -> tuple[Parts, Parts]:
@@ -200,6 +201,7 @@ class Linear:
                 weight,
                 self.bias,
                 bits=quantization.bits,
+                grouped=quantization.grouped,
                 importance=quantization.importance,
                 wide=wide,
                 gated=gated,
@@ -230,12 +232,12 @@ class Linear:
         rows = stride - quantization.rows_in_8
         most, last = (weight[:rows], weight[rows:]) if isinstance(weight, Tensor) else _divided(weight, rows)
         biases = (None, None) if self.bias is None else (self.bias[:rows], self.bias[rows:])
-        bits, columns = quantization.bits, quantization.importance
+        bits, columns, grouped = quantization.bits, quantization.importance, quantization.grouped
         return Joined(
             kernels,
             [
                 Quantized(kernels, most, biases[0], bits=bits, importance=columns, stride=stride, packing=packing),
-                Quantized(kernels, last, biases[1], bits=8, stride=stride, packing=packing),
+                Quantized(kernels, last, biases[1], bits=8, grouped=grouped, stride=stride, packing=packing),
             ],
         )
 

@@ -26,7 +26,7 @@ from .families import FAMILIES, architecture
 from .gpu_form import ROUNDED, Form
 from .gpu_weights import PIECE_NUMBERS
 from .keys import count_of, number, shown, whole
-from .precision import head_bits, rounded_shapes
+from .precision import head_bits, is_grouped, rounded_shapes
 
 DTYPES = {
     "float32": torch.float32,
@@ -80,7 +80,11 @@ class ModelSpec:
             return plain - sum(self.in_blocks.values()) * self.dtype.itemsize + stored
         saved = (
             rows * columns * self.dtype.itemsize
-            - (ROUNDED[bits].num_bytes(rows, columns) if self.on_gpu else quantized_bytes(rows, columns, bits))
+            - (
+                ROUNDED[bits].num_bytes(rows, columns)
+                if self.on_gpu
+                else quantized_bytes(rows, columns, bits, grouped=is_grouped(self.quantization, self.num_params))
+            )
             for rows, columns, bits in self.rounded
         )
         return plain - sum(saved)

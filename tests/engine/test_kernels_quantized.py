@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any, NamedTuple
+from typing import Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,9 +21,61 @@ __all__ = ["processor"]
 
 pytestmark = pytest.mark.usefixtures("same_threads_after")
 
-BITS = [8, 5, 4]
+
+class Kind(NamedTuple):
+    """How a weight is quantized."""
+
+    bits: int
+    grouped: bool  # whether each group of a row has a scale
+
+    def packed(self, kernels: Kernels, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Quantized:
+        return Quantized(kernels, weight, bias, bits=self.bits, grouped=self.grouped, **how)
+
+    @property
+    def of_x(self) -> int:
+        """The numbers of a row of x that share a scale."""
+        return GROUP if self.grouped else 128
+
+
+
+class Kind(NamedTuple):
+    """How a weight is quantized."""
+
+    bits: int
+    grouped: bool  # whether each group of a row has a scale
+
+    def packed(self, kernels: Kernels, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Quantized:
+        return Quantized(kernels, weight, bias, bits=self.bits, grouped=self.grouped, **how)
+
+    @property
+    def of_x(self) -> int:
+        """The numbers of a row of x that share a scale."""
+        return GROUP if self.grouped else 128
+
+
+
+class Kind(NamedTuple):
+    """How a weight is quantized."""
+
+    bits: int
+    grouped: bool  # whether each group of a row has a scale
+
+    def packed(self, kernels: Kernels, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Quantized:
+        return Quantized(kernels, weight, bias, bits=self.bits, grouped=self.grouped, **how)
+
+    @property
+    def of_x(self) -> int:
+        """The numbers of a row of x that share a scale."""
+        return GROUP if self.grouped else 128
+
+
+KINDS = {
+    "int8": Kind(8, grouped=False),
+    "int8-grouped": Kind(8, grouped=True),
+    "int5": Kind(5, grouped=True),
+    "int4": Kind(4, grouped=True),
+}
 SHAPES = [(1, 1), (31, 2), (33, 65), (64, 128), (130, 77), (500, 257)]
-OF_X = {8: 128, 5: 32, 4: 32}  # numbers of a row of x that share a scale
 
 
 @pytest.fixture(params=[isa for isa in ISAS if isa not in library.BASES])  # test_amx.py compares amx with avx512
@@ -31,8 +86,8 @@ def variant(request) -> Kernels:
     return kernels(request.param)
 
 
-@pytest.fixture(params=BITS, ids=["int8", "int5", "int4"])
-def bits(request) -> int:
+@pytest.fixture(params=KINDS.values(), ids=list(KINDS))
+def kind(request) -> Kind:
     return request.param
 
 
@@ -56,10 +111,24 @@ def rounded(x: Tensor, size: int) -> Tensor:
     return ((groups * inverse).round() * (top / 127)).double().flatten(1)[:, : x.shape[1]]
 
 
-def rounded_weight(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
+def in_bytes(weight: Tensor) -> Tensor:
+    """Return the weight in 8 bits and back, with a scale for each group, that is a multiple of the row's, in bfloat16:
+    what rounding.cpp computes."""
+    groups = in_groups(weight, GROUP)
+    top = groups.abs().amax(-1, keepdim=True)
+    most = torch.full_like(top, 127.0)
+    of_row = top.amax(1, keepdim=True)
+    unit = torch.where(of_row < 2.0**-100, 0.0, of_row / most[:, :1] / most[:, :1]).bfloat16().float()
+    inverse = torch.where(unit > 0, torch.ones_like(unit) / unit, 0.0)
+    scale = (top / most * inverse).ceil().clamp(1, 127) * unit
+    inverse = torch.where(scale > 0, torch.ones_like(scale) / scale, 0.0)
+    return ((groups * inverse).round().clamp(-127, 127) * scale).double().flatten(1)[:, : weight.shape[1]]
+
+
+def rounded_weight(weight: Tensor, bits: int, importance: Tensor | None = None, *, grouped: bool = False) -> Tensor:
     """Return the weight quantized to `bits` and back, float64: with 8 bits by torch, with fewer by the first kernel."""
     if bits == 8:
-        return rounded(weight, weight.shape[1])
+        return in_bytes(weight) if grouped else rounded(weight, weight.shape[1])
     kernels = choose("auto", CPU, torch.float32, quantized=True).kernels
     assert kernels is not None
     packed = Quantized(kernels, weight.float(), bits=bits, importance=importance)
@@ -78,14 +147,14 @@ def nearest(weight: Tensor, bits: int) -> Tensor:
 def oracle(
     x: Tensor,
     weight: Tensor,
-    bits: int,
+    kind: Kind,
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
     """Return what Quantized computes, in float64 on the quantized numbers."""
-    y = rounded(x, OF_X[bits]) @ rounded_weight(weight, bits).T
+    y = rounded(x, kind.of_x) @ rounded_weight(weight, kind.bits, grouped=kind.grouped).T
     if bias is not None:
         y = y + bias.double()
     if gated:
@@ -99,14 +168,14 @@ def oracle(
 
 @needs_library
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_equal_those_of_quantized_numbers(variant, dtype, bits, shape):
+def test_products_equal_those_of_quantized_numbers(variant, dtype, kind, shape):
     weight, bias = drawn(*shape, dtype=dtype, scale=shape[1] ** -0.5), drawn(shape[0], dtype=dtype)
-    plain, biased = Quantized(variant, weight, bits=bits), Quantized(variant, weight, bias, bits=bits)
-    wide = Quantized(variant, weight, bias, bits=bits, wide=True)
+    plain, biased = kind.packed(variant, weight), kind.packed(variant, weight, bias)
+    wide = kind.packed(variant, weight, bias, wide=True)
     for rows in (1, 2, 3, 5, 12, 13, 29, 100):
         x, residual = drawn(rows, shape[1], dtype=dtype), drawn(rows, shape[0], dtype=dtype)
         rounding = 2**-8 if dtype == torch.bfloat16 else 2**-18
-        want = oracle(x, weight, bits)
+        want = oracle(x, weight, kind)
         assert error(plain(x), want) < rounding
         assert error(plain(x, residual), want + residual.double()) < rounding
         assert error(biased(x, residual), want + bias.double() + residual.double()) < rounding
@@ -116,23 +185,23 @@ def test_products_equal_those_of_quantized_numbers(variant, dtype, bits, shape):
 
 @needs_library
 @pytest.mark.parametrize("shape", [(2, 1), (6, 5), (32, 64), (66, 31), (512, 192)])
-def test_gated_products_equal_those_of_quantized_numbers(variant, dtype, bits, shape):
+def test_gated_products_equal_those_of_quantized_numbers(variant, dtype, kind, shape):
     weight, bias = drawn(*shape, dtype=dtype, scale=shape[1] ** -0.5), drawn(shape[0], dtype=dtype)
-    packed = Quantized(variant, weight, bias, bits=bits, gated=True)
+    packed = kind.packed(variant, weight, bias, gated=True)
     for rows in (1, 3, 14):
         x, residual = drawn(rows, shape[1], dtype=dtype), drawn(rows, shape[0] // 2, dtype=dtype)
         rounding = 2**-7 if dtype == torch.bfloat16 else 2**-17
-        want = oracle(x, weight, bits, bias=bias, residual=residual, gated=True)
+        want = oracle(x, weight, kind, bias=bias, residual=residual, gated=True)
         assert packed(x, residual).shape == (rows, shape[0] // 2)
         assert error(packed(x, residual), want) < rounding
 
 
 @needs_library
-def test_error_matches_the_number_of_bits(variant, dtype, bits):
+def test_error_matches_the_number_of_bits(variant, dtype, kind):
     """Compared with the plain numbers: the relative error of a Gaussian product."""
     weight, x = drawn(300, 1024, dtype=dtype), drawn(40, 1024, dtype=dtype)
-    got, want = Quantized(variant, weight, bits=bits, wide=True)(x).double(), x.double() @ weight.double().T
-    assert (got - want).norm() / want.norm() < {8: 0.012, 5: 0.05, 4: 0.09}[bits]
+    got, want = kind.packed(variant, weight, wide=True)(x).double(), x.double() @ weight.double().T
+    assert (got - want).norm() / want.norm() < {8: 0.012, 5: 0.05, 4: 0.09}[kind.bits]
 
 
 @needs_library
@@ -147,11 +216,11 @@ def test_large_column_of_x_affects_only_its_group(variant, dtype):
 
 @needs_library
 @pytest.mark.parametrize("shape", SHAPES)
-def test_lookup_returns_dequantized_rows(variant, dtype, bits, shape):
+def test_lookup_returns_dequantized_rows(variant, dtype, kind, shape):
     weight = drawn(*shape, dtype=dtype)
-    packed = Quantized(variant, weight, bits=bits)
+    packed = kind.packed(variant, weight)
     ids = torch.randint(0, shape[0], (50,))
-    assert torch.equal(packed.lookup(ids), rounded_weight(weight, bits)[ids].to(dtype))
+    assert torch.equal(packed.lookup(ids), rounded_weight(weight, kind.bits, grouped=kind.grouped)[ids].to(dtype))
     for wrong in (-1, shape[0]):
         with pytest.raises(IndexError, match=f"no row {wrong} "):
             packed.lookup(torch.tensor([0, wrong]))
@@ -193,6 +262,19 @@ def test_a_weight_of_few_values_keeps_them(variant, bits):
 
 
 @needs_library
+def test_a_large_column_of_a_weight_costs_other_groups_nothing(variant, dtype):
+    weight = drawn(60, 96, dtype=dtype)
+    weight[:, 40] = 30.0
+    apart = [*range(32), *range(64, 96)]
+    alone, grouped = (
+        Quantized(variant, weight, bits=8, grouped=grouped).lookup(torch.arange(60)) for grouped in (False, True)
+    )
+    off = [((found.float() - weight.float())[:, apart]).norm() for found in (alone, grouped)]
+    assert off[1] < off[0] / 5
+    assert (grouped.float() - weight.float()).abs().max() < 30 / 127 / 1.9
+
+
+@needs_library
 @pytest.mark.parametrize("bits", [5, 4])
 def test_groups_without_importance_are_rounded_too(variant, dtype, bits):
     weight, importance = drawn(64, 64, dtype=dtype), torch.ones(64)
@@ -205,11 +287,11 @@ def test_groups_without_importance_are_rounded_too(variant, dtype, bits):
 
 @needs_library
 @pytest.mark.parametrize("shape", SHAPES)
-def test_weights_are_quantized_alike_on_every_instruction_set(dtype, bits, shape):
+def test_weights_are_quantized_alike_on_every_instruction_set(dtype, kind, shape):
     weight = heavy(*shape, dtype=dtype)
     features = library.load(build.library())[1]
     able = [isa for isa in library.best_first(features) if library._quantizes(isa, features)]
-    rows = [Quantized(kernels(isa), weight, bits=bits).lookup(torch.arange(shape[0])) for isa in able]
+    rows = [kind.packed(kernels(isa), weight).lookup(torch.arange(shape[0])) for isa in able]
     assert all(torch.equal(other, rows[0]) for other in rows)
 
 
@@ -223,62 +305,62 @@ def test_group_of_zeros_in_a_row(variant, dtype, bits):
 
 
 @needs_library
-def test_rows_and_channels_of_zeros(variant, dtype, bits):
+def test_rows_and_channels_of_zeros(variant, dtype, kind):
     weight, x = drawn(70, 130, dtype=dtype), drawn(20, 130, dtype=dtype)
     weight[3], weight[69], x[5], x[19] = 0, 0, 0, 0
-    got = Quantized(variant, weight, bits=bits)(x)
+    got = kind.packed(variant, weight)(x)
     for zeros in (got[5], got[19], got[:, 3], got[:, 69]):
         assert torch.equal(zeros, torch.zeros_like(zeros))
-    nothing = Quantized(variant, torch.zeros_like(weight), bits=bits)
+    nothing = kind.packed(variant, torch.zeros_like(weight))
     assert torch.equal(nothing(x), torch.zeros_like(got))
     assert torch.equal(nothing.lookup(torch.arange(70)), torch.zeros_like(weight))
 
 
 @needs_library
-def test_nan_stays_in_its_row_and_column(variant, dtype, bits):
+def test_nan_stays_in_its_row_and_column(variant, dtype, kind):
     weight, x = drawn(70, 133, dtype=dtype), drawn(30, 133, dtype=dtype)
-    clean = Quantized(variant, weight, bits=bits)(x)
+    clean = kind.packed(variant, weight)(x)
     x[5, 132], x[17, 0], x[20, 128] = float("nan"), float("inf"), -float("inf")
-    got = Quantized(variant, weight, bits=bits)(x)
+    got = kind.packed(variant, weight)(x)
     broken = [5, 17, 20]
     others = [row for row in range(30) if row not in broken]
     assert got[broken].isnan().all() and torch.equal(got[others], clean[others])
     weight[69, 1], weight[2, 132] = float("nan"), float("inf")
-    got = Quantized(variant, weight, bits=bits)(x[others])
+    got = kind.packed(variant, weight)(x[others])
     whole = [column for column in range(70) if column not in (69, 2)]
     assert got[:, [69, 2]].isnan().all() and torch.equal(got[:, whole], clean[others][:, whole])
 
 
 @needs_library
-def test_huge_numbers(variant, dtype, bits):
+def test_huge_numbers(variant, dtype, kind):
     weight, x = torch.full((40, 150), 1e30).to(dtype), torch.full((13, 150), 1e30).to(dtype)
     for sign in (1, -1):
-        got = Quantized(variant, sign * weight, bits=bits)(x)
+        got = kind.packed(variant, sign * weight)(x)
         # With fewer bits NaN: the sum of stored numbers may be zero, and is multiplied by the product of the scales.
-        assert (got == sign * float("inf")).all() if bits == 8 else not got.isfinite().any()
+        assert (got == sign * float("inf")).all() if kind.bits == 8 else not got.isfinite().any()
     x = torch.full((13, 150), 1e5).to(dtype)
-    assert error(Quantized(variant, weight, bits=bits)(x), oracle(x, weight, bits)) < 2**-7
-    weight, x = (weight * 1e-33).to(dtype), torch.full((1, 150), 3e38 if bits == 8 else 3e36).to(dtype)
-    assert error(Quantized(variant, weight, bits=bits)(x), oracle(x, weight, bits)) < 2**-7
+    assert error(kind.packed(variant, weight)(x), oracle(x, weight, kind)) < 2**-7
+    weight, x = (weight * 1e-33).to(dtype), torch.full((1, 150), 3e38 if kind.bits == 8 else 3e36).to(dtype)
+    assert error(kind.packed(variant, weight)(x), oracle(x, weight, kind)) < 2**-7
 
 
 @needs_library
 @pytest.mark.parametrize("size", [1e-39, 1e-32, 1e-29, 1e-25])
-def test_tiny_numbers(variant, dtype, bits, size):
+def test_tiny_numbers(variant, dtype, kind, size):
     """A group is zero below 2^-100, and quantized as usual above."""
     weight, x = drawn(40, 80, dtype=dtype) * size, drawn(3, 80, dtype=dtype)
-    got = Quantized(variant, weight, bits=bits)(x)
-    assert error(got, oracle(x, weight, bits), size) < 2**-7
+    got = kind.packed(variant, weight)(x)
+    assert error(got, oracle(x, weight, kind), size) < 2**-7
     assert (got == 0).all() == (size < 1e-30)
     weight, x = weight / size, x * size
-    got = Quantized(variant, weight, bits=bits)(x)
-    assert error(got, oracle(x, weight, bits), size) < 2**-6
+    got = kind.packed(variant, weight)(x)
+    assert error(got, oracle(x, weight, kind), size) < 2**-6
     assert (got == 0).all() == (size < 1e-30)
 
 
 @needs_library
-def test_no_rows_and_wrong_tensors(variant, dtype, bits):
-    packed = Quantized(variant, drawn(40, 24, dtype=dtype), bits=bits)
+def test_no_rows_and_wrong_tensors(variant, dtype, kind):
+    packed = kind.packed(variant, drawn(40, 24, dtype=dtype))
     assert packed(torch.empty(0, 24, dtype=dtype)).shape == (0, 40)
     assert packed.lookup(torch.empty(0, dtype=torch.int64)).shape == (0, 24)
     x = drawn(3, 24, dtype=dtype)
@@ -288,11 +370,12 @@ def test_no_rows_and_wrong_tensors(variant, dtype, bits):
 
 
 @needs_library
-def test_num_bytes_is_the_memory_of_weights_and_scales(variant, dtype, bits):
+def test_num_bytes_is_the_memory_of_weights_and_scales(variant, dtype, kind):
     for rows, columns in ((64, 256), (96, 64), (32, 33)):
-        packed = Quantized(variant, drawn(rows, columns, dtype=dtype), bits=bits)
-        assert packed.num_bytes == quantized_bytes(rows, columns, bits)
-    assert quantized_bytes(100, 1024, bits) == 100 * (1024 * bits // 8 + {8: 4, 5: 68, 4: 68}[bits])
+        packed = kind.packed(variant, drawn(rows, columns, dtype=dtype))
+        assert packed.num_bytes == quantized_bytes(rows, columns, **kind._asdict())
+    of_scales = 4 if not kind.grouped else 34 if kind.bits == 8 else 68
+    assert quantized_bytes(100, 1024, **kind._asdict()) == 100 * (1024 * kind.bits // 8 + of_scales)
 
 
 # -- bits -----------------------------------------------------------------------------------------------------------
@@ -300,8 +383,8 @@ def test_num_bytes_is_the_memory_of_weights_and_scales(variant, dtype, bits):
 
 @needs_library
 @pytest.mark.parametrize("shape", [(96, 64), (250, 129), (700, 300)])
-def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(variant, dtype, bits, shape):
-    packed = Quantized(variant, drawn(*shape, dtype=dtype), drawn(shape[0], dtype=dtype), bits=bits)
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(variant, dtype, kind, shape):
+    packed = kind.packed(variant, drawn(*shape, dtype=dtype), drawn(shape[0], dtype=dtype))
     x, residual = drawn(500, shape[1], dtype=dtype), drawn(500, shape[0], dtype=dtype)
     torch.set_num_threads(1)
     alone = torch.cat([packed(x[i : i + 1], residual[i : i + 1]) for i in range(len(x))])
@@ -315,8 +398,8 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(variant, dtype,
 
 
 @needs_library
-def test_gated_rows_have_the_same_bits_in_any_batch(variant, dtype, bits):
-    packed = Quantized(variant, drawn(2 * 90, 130, dtype=dtype), bits=bits, gated=True)
+def test_gated_rows_have_the_same_bits_in_any_batch(variant, dtype, kind):
+    packed = kind.packed(variant, drawn(2 * 90, 130, dtype=dtype), gated=True)
     x = drawn(100, 130, dtype=dtype)
     alone = torch.cat([packed(x[i : i + 1]) for i in range(len(x))])
     for rows in range(1, 101):
@@ -324,12 +407,12 @@ def test_gated_rows_have_the_same_bits_in_any_batch(variant, dtype, bits):
 
 
 @needs_library
-def test_a_weight_is_rounded_the_same_on_any_threads(variant, dtype, bits):
+def test_a_weight_is_rounded_the_same_on_any_threads(variant, dtype, kind):
     weight = drawn(200, 131, dtype=dtype)
     torch.set_num_threads(1)
-    one = Quantized(variant, weight, bits=bits)
+    one = kind.packed(variant, weight)
     torch.set_num_threads(3)
-    three = Quantized(variant, weight.t().contiguous().t(), bits=bits)
+    three = kind.packed(variant, weight.t().contiguous().t())
     assert torch.equal(one.panels, three.panels) and torch.equal(one.scales, three.scales)
 
 

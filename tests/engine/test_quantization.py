@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from engine.config import check
 from engine.kernels.library import choose
 from engine.models.decoder import Decoder
 from engine.models.layers import Linear
-from engine.models.precision import LayerBits, layer_bits
+from engine.models.precision import LayerBits, is_grouped, layer_bits
 from tests.engine.test_kernels_quantized import rounded_weight
 from tests.engine.test_models import CPU, Bench, prompt
 from tests.models import load_model, make
@@ -32,6 +33,9 @@ def quantized_weights(
     model: Decoder, quantization: str, round_: Callable[..., Tensor] = rounded_weight
 ) -> dict[Linear, Tensor]:
     """Return the weight of each linear layer of a plain model as the quantized model has it."""
+    grouped = is_grouped(quantization, model.spec.num_params)
+    if grouped and round_ is rounded_weight:  # a GPU has no groups in 8 bits
+        round_ = partial(round_, grouped=True)
     found = {model.head: round_(model.head.weight, 8)}
     hidden = model.embedding.weight.float().square().mean(0)
     for layer in model.layers:
@@ -90,9 +94,18 @@ def test_values_and_some_down_projections_have_8_bits_with_int4():
     assert layer_bits("none", 0, 30, 10**9) is layer_bits("gguf", 0, 30, 10**9) is None
 
 
-def test_small_models_have_5_bits_with_int4():
-    assert {layer_bits("int4", layer, 30, 135_000_000) for layer in range(30)} == {LayerBits(value=8, down=5, others=5)}
+def test_small_models_have_5_bits_with_int4_and_8_in_the_first_and_last_layers():
+    bits = [layer_bits("int4", layer, 30, 135_000_000) for layer in range(30)]
+    ends = [0, 1, 2, 26, 27, 28, 29]
+    assert all(bits[layer] == LayerBits(8, 8, 8, grouped=True) for layer in ends)
+    assert all(bits[layer] == LayerBits(8, 5, 5, grouped=True) for layer in range(30) if layer not in ends)
+    assert {layer_bits("int4", layer, 7, 10**6) for layer in range(6)} == {LayerBits(8, 5, 5, grouped=True)}
     assert layer_bits("int8", 0, 30, 135_000_000) == LayerBits(8, 8, 8)
+
+
+def test_weights_of_8_bits_have_groups_in_small_models_with_int4():
+    assert is_grouped("int4", 135_000_000) and not is_grouped("int4", 10**9)
+    assert not any(is_grouped(other, 135_000_000) for other in ("int8", "none", "gguf"))
 
 
 @pytest.mark.usefixtures("needs_kernels")
