@@ -169,8 +169,9 @@ class Choice(Reader):
 
     def _second_call(self, parts: list[Part]) -> int | None:
         """Return the index of a call that `one_call` excludes; None if there is none."""
-        calls = (i for i, part in enumerate(parts) if isinstance(part, Call) and part.index)
-        return next(calls, None) if self.one_call else None
+        if not self.one_call:
+            return None
+        return next((i for i, part in enumerate(parts) if isinstance(part, Call) and part.index), None)
 
     @property
     def starts_after(self) -> Scores | None:

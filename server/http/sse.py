@@ -34,6 +34,8 @@ def frame(data: str | bytes, event: str | None = None) -> bytes:
 
 def escaped(body: bytes) -> bytes:
     """Return JSON text without characters at which clients split lines."""
+    if body.isascii():
+        return body
     for raw, replacement in _LINE_ENDS:
         if raw in body:
             body = body.replace(raw, replacement)
