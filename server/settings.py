@@ -105,7 +105,8 @@ class Settings(BaseModel):
         "auto", "weights to load: auto (the model's) or dummy (random ones, to measure speed)"
     )
     quantization: Literal["none", "int8", "int4"] = _engine(
-        "none", "quantize weights while loading: smaller and faster, slightly less accurate"
+        "none",
+        "quantize weights while loading: smaller, slightly less accurate, faster on a CPU and for a single sequence on a GPU",
     )
     weight_packing: Literal["auto", "none", "lossless"] = _engine(
         "auto",

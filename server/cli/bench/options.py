@@ -106,4 +106,4 @@ def add_output(parser: Parser, plots: bool = True) -> None:
         " table",
     )
     if plots:
-        box.add_argument("--plot", metavar="DIR", type=Path, help="draw PNGs into DIR (needs the extra pequod[bench])")
+        box.add_argument("--plot", metavar="DIR", type=Path, help="draw PNGs into DIR (needs matplotlib)")

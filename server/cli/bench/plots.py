@@ -20,7 +20,7 @@ def require() -> None:
     try:
         import matplotlib
     except ImportError:
-        raise Failure("--plot needs matplotlib: pip install 'pequod[bench]'") from None
+        raise Failure("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")  # files only: there may be no screen
 
 
