@@ -106,7 +106,7 @@ class Settings(BaseModel):
     )
     quantization: Literal["none", "int8", "int4"] = _engine(
         "none",
-        "quantize weights while loading: smaller, slightly less accurate, faster on a CPU and for a single sequence on a GPU",
+        "round weights while loading: smaller, slightly less accurate; on a GPU faster for one sequence only",
     )
     weight_packing: Literal["auto", "none", "lossless"] = _engine(
         "auto",

@@ -20,7 +20,6 @@ TILE_ROWS, SMALL_TILE_ROWS = (128, 128, 64), (128, 128, 32)
 FLOAT32_TILE_ROWS = 32, 32, 16
 UNIFORM_TILE_ROWS = 64, 32, 16
 MAX_GROUP = 128, 128, 16  # query heads per KV head, by breadth
-SHORT_ROWS, HOPPER = 16, 9  # see `is_short`; the major number of the capability
 
 # Of rows of one query, which take the time in which their keys and values are read. With few rows a program reads much
 # at once; with many, programs of one warp need not wait for other warps.
@@ -41,26 +40,6 @@ def queries_of(layer: AttentionLayer, dtype: torch.dtype, *, uniform: bool = Fal
     if uniform:
         rows = min(rows, UNIFORM_TILE_ROWS[kind])
     return max(1, rows * layer.num_kv_heads // layer.num_heads)
-
-
-@functools.cache
-def is_short(layer: AttentionLayer, dtype: torch.dtype, device: torch.device, *, is_scaled: bool) -> bool:
-    """Return whether rows of one query have tiles of 16 rows, if results must not depend on the batch.
-
-    On an H100 they give the same bits as those of a chunk, by other matrix instructions; invariance.py proves it for
-    each model.
-    """
-    if not _fits_short(layer, dtype, is_scaled=is_scaled):
-        return False
-    if device.type not in ("cuda", "meta"):  # in the interpreter
-        return True
-    # Without memory x is compiled for the current GPU, see launching.py.
-    return torch.cuda.get_device_capability(None if device.type == "meta" else device)[0] == HOPPER
-
-
-def _fits_short(layer: AttentionLayer, dtype: torch.dtype, *, is_scaled: bool) -> bool:
-    """Return whether such tiles have given the same bits on a GPU."""
-    return not (breadth(layer) or is_scaled) and dtype != torch.float32 and tile_rows(layer, 1) <= SHORT_ROWS
 
 
 @functools.cache
@@ -88,8 +67,6 @@ def attend_shape(
     keys = 32 if kind or (uniform and is_scaled) else 64
     if dtype == torch.float32 or kind > 1:
         keys = 16 if kind else 32
-    if uniform and queries == 1 and _fits_short(layer, dtype, is_scaled=is_scaled):  # see is_short
-        return Shape(keys, 4 if tokens <= FEW_ROWS else 2, 3)
     warps = 8 if queries > 1 or rows > 64 or kind > 1 else 4
     # With three stages keys are loaded when they are needed, and not before.
     is_deep = queries == 1 or (dtype != torch.float32 and not is_scaled)

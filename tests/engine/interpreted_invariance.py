@@ -163,22 +163,24 @@ def test_no_masks_of_the_keys_that_all_queries_see_change_no_bit(shape, is_invar
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_smaller_tiles_for_rows_of_one_query_change_no_bit(monkeypatch):
-    found, heights, plain = [], [], paged_gpu.attend_shape
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_kind_of_tiles_computes_all_rows(shape, monkeypatch):
+    """How a tile is laid out over threads decides the order in which a row's weights are added up on a GPU, and the
+    interpreter cannot show it."""
+    found, plain = set(), paged_gpu.attend_shape
 
     def shape_of(layer: Any, dtype: Any, queries: int, *args: Any, **traits: Any) -> Any:
-        heights[-1].add(queries)
+        found.add((queries, plain(layer, dtype, queries, *args, **traits)))
         return plain(layer, dtype, queries, *args, **traits)
 
     monkeypatch.setattr(paged_gpu, "attend_shape", shape_of)
-    for are_smaller in (True, False):
-        heights.append(set())
-        if not are_smaller:
-            monkeypatch.setattr(paged_gpu, "is_short", lambda *_, **__: False)
-        options = {"dtype": torch.float16, "held": torch.float16}
-        found.append(attended(PagedGPU(invariant=True), SHAPES["groups"], DIVIDED, **options)[0])
-    assert torch.equal(*found)
-    assert heights == [{1, 32}, {32}]
+    attended(PagedGPU(invariant=True), SHAPES[shape], DIVIDED)
+    assert len(found) == 1
+    (queries, _), layer = found.pop(), SHAPES[shape]
+    for is_large in (False, True):
+        traits = {"uniform": True, "is_scaled": False, "is_large": is_large}
+        shapes = {plain(layer, torch.bfloat16, queries, tokens, **traits) for tokens in (1, FEW_ROWS, FEW_ROWS + 1)}
+        assert len(shapes) == 1
 
 
 def test_by_default_a_token_in_a_chunk_is_rounded_otherwise():
@@ -267,6 +269,7 @@ def test_the_proof_has_steps_for_all_tiles_and_decodes_among_few_and_among_many_
             chunks = [(first, end) for step in run for own, first, end in step if own == sequence]
             assert [first for first, _ in chunks] == [0, *(end for _, end in chunks)][: len(chunks)]
         assert max(end for step in run for own, _, end in step if own == 0) == 340
+    assert runs[-1] == [[(0, token, token + 1) for token in range(340)]]
 
 
 # -- a model ----------------------------------------------------------------------------------------------------------
@@ -278,6 +281,7 @@ def small(monkeypatch):
     monkeypatch.setattr(skinny, "UNIFORM_FLOAT32", SMALL)
     monkeypatch.setattr(invariance, "OTHERS", 6)
     monkeypatch.setattr(invariance, "CHUNKS", (3, 5))
+    monkeypatch.setattr(invariance, "ALONE", 12)
     for module in (paged_gpu, triton_logits, on_gpu):
         monkeypatch.setattr(module, "trial", lambda *_, **__: None)
 

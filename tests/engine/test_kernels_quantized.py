@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from typing import Any, NamedTuple
-from typing import Any, NamedTuple
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,38 +18,6 @@ from tests.engine.test_kernels import CPU, drawn, error, kernels, needs_library,
 __all__ = ["processor"]
 
 pytestmark = pytest.mark.usefixtures("same_threads_after")
-
-
-class Kind(NamedTuple):
-    """How a weight is quantized."""
-
-    bits: int
-    grouped: bool  # whether each group of a row has a scale
-
-    def packed(self, kernels: Kernels, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Quantized:
-        return Quantized(kernels, weight, bias, bits=self.bits, grouped=self.grouped, **how)
-
-    @property
-    def of_x(self) -> int:
-        """The numbers of a row of x that share a scale."""
-        return GROUP if self.grouped else 128
-
-
-
-class Kind(NamedTuple):
-    """How a weight is quantized."""
-
-    bits: int
-    grouped: bool  # whether each group of a row has a scale
-
-    def packed(self, kernels: Kernels, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Quantized:
-        return Quantized(kernels, weight, bias, bits=self.bits, grouped=self.grouped, **how)
-
-    @property
-    def of_x(self) -> int:
-        """The numbers of a row of x that share a scale."""
-        return GROUP if self.grouped else 128
-
 
 
 class Kind(NamedTuple):
