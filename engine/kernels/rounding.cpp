@@ -1,10 +1,11 @@
 // Packs a plain weight in the blocks of I4, I5 or I8, see blocks.h: numbers of 4, 5 or 8 bits, and for each group of 32 a
 // scale, and a minimum if they have fewer than 8 bits.
 //
-// With 8 bits the largest number of a group becomes its largest stored one. With fewer, packing searches both. From several first scales it takes turns: the numbers are rounded, and then the scale and the
-// minimum become those with the smallest sum of squared errors, each multiplied by the importance of its column. The
-// best pair of a group is then expressed in bytes, as multiples of a scale and a minimum of the row, the minimum is
-// chosen once more for the scale that was rounded, and so are the numbers.
+// With 8 bits the largest number of a group becomes its largest stored one. With fewer, packing searches both: from
+// several first scales it takes turns. The numbers are rounded, and then the scale and the minimum become those with the
+// smallest sum of squared errors, each multiplied by the importance of its column. The best pair of a group is then
+// expressed in bytes, as multiples of a scale and a minimum of the row, the minimum is chosen once more for the scale
+// that was rounded, and so are the numbers.
 #include "blocks.h"
 #include "packing.h"
 
