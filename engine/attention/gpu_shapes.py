@@ -20,6 +20,7 @@ TILE_ROWS, SMALL_TILE_ROWS = (128, 128, 64), (128, 128, 32)
 FLOAT32_TILE_ROWS = 32, 32, 16
 UNIFORM_TILE_ROWS = 64, 32, 16
 MAX_GROUP = 128, 128, 16  # query heads per KV head, by breadth
+SHORT_ROWS, HOPPER = 16, 9  # see `is_short`; the major number of the capability
 
 # Of rows of one query, which take the time in which their keys and values are read. With few rows a program reads much
 # at once; with many, programs of one warp need not wait for other warps.
@@ -40,6 +41,26 @@ def queries_of(layer: AttentionLayer, dtype: torch.dtype, *, uniform: bool = Fal
     if uniform:
         rows = min(rows, UNIFORM_TILE_ROWS[kind])
     return max(1, rows * layer.num_kv_heads // layer.num_heads)
+
+
+@functools.cache
+def is_short(layer: AttentionLayer, dtype: torch.dtype, device: torch.device, *, is_scaled: bool) -> bool:
+    """Return whether rows of one query have tiles of 16 rows, if results must not depend on the batch.
+
+    On an H200 they give the same bits as those of a chunk, by other matrix instructions; invariance.py proves it for
+    each model.
+    """
+    if not _fits_short(layer, dtype, is_scaled=is_scaled):
+        return False
+    if device.type not in ("cuda", "meta"):  # in the interpreter
+        return True
+    # Without memory x is compiled for the current GPU, see launching.py.
+    return torch.cuda.get_device_capability(None if device.type == "meta" else device)[0] == HOPPER
+
+
+def _fits_short(layer: AttentionLayer, dtype: torch.dtype, *, is_scaled: bool) -> bool:
+    """Return whether such tiles have given the same bits on a GPU: with a cache in int8 or fp8 they have not."""
+    return not is_scaled and dtype != torch.float32 and tile_rows(layer, 1) <= SHORT_ROWS
 
 
 @functools.cache
@@ -67,12 +88,16 @@ def attend_shape(
     keys = 32 if kind or (uniform and is_scaled) else 64
     if dtype == torch.float32 or kind > 1:
         keys = 16 if kind else 32
+    if uniform and queries == 1 and _fits_short(layer, dtype, is_scaled=is_scaled):  # see is_short
+        return Shape(keys, 8 if kind > 1 else 4 if kind or tokens <= FEW_ROWS else 2, 3)
     warps = 8 if queries > 1 or rows > 64 or kind > 1 else 4
+    if uniform and is_large and not (kind or is_scaled) and dtype != torch.float32:
+        warps = 4  # the matrix units of a Hopper multiply 64 rows by four warps, and eight would do it twice
     # With three stages keys are loaded when they are needed, and not before.
     is_deep = queries == 1 or (dtype != torch.float32 and not is_scaled)
-    # A loop of its own is faster, and takes registers: in float32, for the largest heads, and for windows with large
-    # heads or a cache with scales more than there are.
-    has_room = kind < 2 and dtype != torch.float32 and not (layer.window and (is_scaled or kind))
+    # A loop of its own is faster, and takes registers: for uniform tiles, in float32, for the largest heads, and for
+    # windows with large heads or a cache with scales more than there are.
+    has_room = not uniform and kind < 2 and dtype != torch.float32 and not (layer.window and (is_scaled or kind))
     skips = (LOOP if has_room else BRANCH) if is_large and queries > 1 else 0
     return Shape(keys, warps, 5 if is_large and is_deep and kind < 2 else 3, skips=skips)
 

@@ -21,7 +21,7 @@ from . import gpu_plan
 from .backend import AttentionBackend, LayerCache
 from .gpu_cache import LOOP, GPUCache, attend_constants, padded
 from .gpu_plan import FEW_ROWS, ITEM, Plan
-from .gpu_shapes import MAX_GROUP, WIDTHS, attend_shape, breadth, queries_of
+from .gpu_shapes import MAX_GROUP, WIDTHS, attend_shape, breadth, is_short, queries_of
 from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta
 from .reference import Reference
@@ -64,8 +64,9 @@ class PagedGPU:
     """Attention on CUDA. Its workspace is reused from call to call: one instance, one stream.
 
     By default a token in a chunk is rounded otherwise than one alone. With `invariant` both have the same parts of a
-    context, and a chunk's programs add up the parts one by one. Both have the same tiles, too: the order in which a
-    program adds up the weights of a row of keys depends on how its tile is laid out over threads and warps.
+    context and tiles of keys, a chunk's programs add up the parts one by one, and the weights of a row are added up by
+    products, whose order is that of all tiles. Where it is not known that smaller tiles of queries give the same bits,
+    see is_short, both have the same ones.
     """
 
     drawback = ""  # no backend is preferred to it
@@ -199,7 +200,8 @@ class PagedGPU:
         is_large, dependent = has_large_memory(device), dependence(device)
         queries, table = queries_of(layer, dtype, uniform=uniform, is_large=is_large), plan.tables(cache).block_table
         launches = plan.launches((layer.window, queries))
-        kinds = ((launches.decodes, queries if uniform else 1, True), (launches.chunks, queries, uniform))
+        at_once = 1 if not uniform or is_short(layer, dtype, device, is_scaled=cache.is_scaled) else queries
+        kinds = ((launches.decodes, at_once, True), (launches.chunks, queries, False))
         traits = {"uniform": uniform, "is_scaled": cache.is_scaled, "is_large": is_large}
         for works, most, split in kinds:
             for work in works:

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from engine.attention.gpu_cache import Shape, near_lines, padded, power_of_two, tile_rows, warps
 from engine.attention.gpu_plan import FEW_ROWS
-from engine.attention.gpu_shapes import attend_shape, queries_of
+from engine.attention.gpu_shapes import attend_shape, is_short, queries_of
 from engine.attention.layer import LARGEST, AttentionLayer
 from engine.kernels.gpu import attention, changes, experts, layers, logits, matmul, shortlist, skinny, storing
 from engine.kernels.gpu import single as single_kernels
@@ -111,7 +111,7 @@ def attend(
     constants = {
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "V_DIM": layer.v_head_dim,
         "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "QUERIES": queries,
-        "ROWS": tile_rows(layer, queries), "PARTED": kind != "chunk",
+        "ROWS": tile_rows(layer, queries), "PARTED": is_decode,
         "TILE": shape.keys, "UNIFORM": uniform, "SKIP": shape.skips,
         "WINDOW": layer.window or 0, "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None,
         "SCALED": is_scaled, "WIDEN": False, "DEPENDENT": is_large,
@@ -321,7 +321,9 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
             if cache == torch.float8_e4m3fn and arch < 89:
                 continue  # Triton does not convert these numbers there
             label = f"{name} {NAMES[dtype]} {NAMES[cache]}"
-            for kind in ("decode", "decode of few", "chunk", "uniform"):
+            is_uniform = arch >= 90 and is_short(each, dtype, torch.device("cpu"), is_scaled=cache in LARGEST)
+            decodes = ("uniform decode", "uniform decode of few") if is_uniform else ()
+            for kind in ("decode", "decode of few", "chunk", "uniform", *decodes):
                 arguments, shape = attend(each, dtype, cache, kind=kind, arch=arch)
                 yield f"{kind} {label}", attention.attend, arguments, shape
             yield f"store {label}", storing.store, store(each, dtype, cache), 1

@@ -163,10 +163,27 @@ def test_no_masks_of_the_keys_that_all_queries_see_change_no_bit(shape, is_invar
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+def test_smaller_tiles_for_rows_of_one_query_change_no_bit(monkeypatch):
+    found, heights, plain = [], [], paged_gpu.attend_shape
+
+    def shape_of(layer: Any, dtype: Any, queries: int, *args: Any, **traits: Any) -> Any:
+        heights[-1].add(queries)
+        return plain(layer, dtype, queries, *args, **traits)
+
+    monkeypatch.setattr(paged_gpu, "attend_shape", shape_of)
+    for are_smaller in (True, False):
+        heights.append(set())
+        if not are_smaller:
+            monkeypatch.setattr(paged_gpu, "is_short", lambda *_, **__: False)
+        options = {"dtype": torch.float16, "held": torch.float16}
+        found.append(attended(PagedGPU(invariant=True), SHAPES["groups"], DIVIDED, **options)[0])
+    assert torch.equal(*found)
+    assert heights == [{1, 32}, {32}]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_kind_of_tiles_computes_all_rows(shape, monkeypatch):
-    """How a tile is laid out over threads decides the order in which a row's weights are added up on a GPU, and the
-    interpreter cannot show it."""
+def test_one_kind_of_tiles_computes_all_rows_of_a_cache_with_scales(shape, monkeypatch):
+    """There a GPU has given other bits with smaller tiles, which the interpreter cannot show."""
     found, plain = set(), paged_gpu.attend_shape
 
     def shape_of(layer: Any, dtype: Any, queries: int, *args: Any, **traits: Any) -> Any:
@@ -174,11 +191,11 @@ def test_one_kind_of_tiles_computes_all_rows(shape, monkeypatch):
         return plain(layer, dtype, queries, *args, **traits)
 
     monkeypatch.setattr(paged_gpu, "attend_shape", shape_of)
-    attended(PagedGPU(invariant=True), SHAPES[shape], DIVIDED)
+    attended(PagedGPU(invariant=True), SHAPES[shape], DIVIDED, dtype=torch.float16, held=torch.int8)
     assert len(found) == 1
     (queries, _), layer = found.pop(), SHAPES[shape]
     for is_large in (False, True):
-        traits = {"uniform": True, "is_scaled": False, "is_large": is_large}
+        traits = {"uniform": True, "is_scaled": True, "is_large": is_large}
         shapes = {plain(layer, torch.bfloat16, queries, tokens, **traits) for tokens in (1, FEW_ROWS, FEW_ROWS + 1)}
         assert len(shapes) == 1
 

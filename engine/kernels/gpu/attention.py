@@ -23,6 +23,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # the tokens of a part.
 ITEM = tl.constexpr(8)
 LINE = tl.constexpr(64)  # numbers of 16 bits in a line of the cache
+EQUAL = tl.constexpr(16)  # columns of a sum of weights that is computed as a product: the fewest that one has
 AHEAD = tl.constexpr(8)  # blocks of a part whose keys and values come to the cache before
 
 
@@ -63,10 +64,10 @@ def _tile(
     top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at, scale, factor,
     softcap, cache_block, scales_block, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
     V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr, WIDEN: tl.constexpr, MASKED: tl.constexpr, BRANCH: tl.constexpr,
+    SCALED: tl.constexpr, WIDEN: tl.constexpr, UNIFORM: tl.constexpr, MASKED: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
     """Return the softmax with TILE keys more, from `at` on. MASKED: not all queries see all of them; with BRANCH only
-    if not all are between `seen_begin` and `seen_end`, which all queries see."""
+    if not all are between `seen_begin` and `seen_end`, which all queries see. UNIFORM: total is [ROWS, EQUAL]."""
     d = tl.arange(0, DIM_P)
     e = tl.arange(0, V_DIM_P)
     t = tl.arange(0, TILE)
@@ -99,7 +100,12 @@ def _tile(
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(scores * factor - shift[:, None])  # fused, one instruction multiplies and subtracts
     decay = tl.exp2(top - shift)
-    total = total * decay + tl.sum(weights, 1)
+    if UNIFORM:
+        # A product adds up in one order in all tiles. The order of tl.sum is that in which a tile lies in threads.
+        ones = tl.full([TILE, EQUAL], 1.0, tl.float32 if WIDEN else q.dtype)
+        total = tl.dot(weights.to(ones.dtype), ones, total * decay[:, None], input_precision="ieee")
+    else:
+        total = total * decay + tl.sum(weights, 1)
     if SCALED:
         weights = weights * tl.load(scales + BLOCK)[None, :]
     v = tl.load(v_at) if V_DIM == V_DIM_P else tl.load(v_at, mask=(e < V_DIM)[None, :], other=0.0)
@@ -115,7 +121,7 @@ def _attended(
     q, position, first, last, begin, end, cache_at, scales_at, table_at, scale, softcap, cache_block, scales_block,
     DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr, V_DIM_P: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SKIP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr, WIDEN: tl.constexpr,
+    SCALED: tl.constexpr, WIDEN: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """Return the softmax of queries [ROWS, DIM_P] over the context from `begin` to `end`, see `_merged`.
 
@@ -126,7 +132,7 @@ def _attended(
     # Scores that are not seen stay -inf even if the scale is rounded to 0.
     factor = LOG2E if SOFTCAP else tl.maximum(scale * LOG2E, 1e-30)
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, EQUAL] if UNIFORM else [ROWS], tl.float32)
     values = tl.zeros([ROWS, V_DIM_P], tl.float32)
     since = begin // TILE * TILE
     # All queries see the keys in between.
@@ -144,29 +150,29 @@ def _attended(
                 top, total, values = _tile(
                     top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at,
                     table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK,
-                    TILE, WINDOW, SOFTCAP, SCALED, WIDEN, True, False,
+                    TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, True, False,
                 )  # fmt: skip
             since = head
         for at in range(since, seen, TILE):
             top, total, values = _tile(
                 top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at,
                 scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW,
-                SOFTCAP, SCALED, WIDEN, False, False,
+                SOFTCAP, SCALED, WIDEN, UNIFORM, False, False,
             )  # fmt: skip
         for at in tl.range(seen, end, TILE, num_stages=1):
             top, total, values = _tile(
                 top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at,
                 scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW,
-                SOFTCAP, SCALED, WIDEN, True, False,
+                SOFTCAP, SCALED, WIDEN, UNIFORM, True, False,
             )  # fmt: skip
     else:
         for at in range(since, end, TILE):
             top, total, values = _tile(
                 top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at,
                 scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW,
-                SOFTCAP, SCALED, WIDEN, True, SKIP == 1,
+                SOFTCAP, SCALED, WIDEN, UNIFORM, True, SKIP == 1,
             )  # fmt: skip
-    return top, total, values
+    return top, tl.max(total, 1) if UNIFORM else total, values
 
 
 @triton.jit
@@ -183,10 +189,10 @@ def attend(
 
     q: [tokens, HEADS, DIM]. out: [tokens, HEADS, V_DIM]. table: [rows, blocks]. starts: [rows + 1], a prefix sum.
     lengths: [rows] tokens in the cache, new ones included. work: items of (row, first query, part, number of parts,
-    index of the first part among all). PARTED: whether rows are split. An item has QUERIES queries, as
+    index of the first part among all). PARTED: an item is a part of its row's context. An item has QUERIES queries, as
     far as its row has more. sums: [parts, HEADS, V_DIM] and weights: [parts, HEADS, 2] hold the parts' results;
     arrived: [parts, KV_HEADS] counts them and is zero before and after. ROWS >= QUERIES * HEADS // KV_HEADS is the
-    height of a tile. UNIFORM: an item with 0 parts is its whole context, in parts that are added up as those of several
+    height of a tile. UNIFORM: without PARTED an item's context is in parts, too, which are added up as those of several
     items are, so that a token's sums have one order whatever its row is. SKIP: the keys of tiles that all queries see
     are not masked, which changes no result: with 1 a branch decides, with 2 they have a loop of their own. WIDEN:
     multiply in float32, as the interpreter must. NEAR: a power of two, the lines of 64 numbers of a head's share of a
@@ -251,17 +257,15 @@ def attend(
             base = tl.load(work + 4)
             # Parts are counted from the one in which the window begins.
             low = (begin // split + part) * split
-        if UNIFORM:
+        if UNIFORM and not PARTED:
             top = tl.full([ROWS], float("-inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             values = tl.zeros([ROWS, V_DIM_P], tl.float32)
-            if parts > 0:
-                end = tl.minimum(end, low + split)
-            for since in range(low, end, split):
+            for since in range(begin // split * split, end, split):
                 its_top, its_total, its_values = _attended(
                     q, position, first, last, tl.maximum(begin, since), tl.minimum(end, since + split), cache_at,
                     scales_at, table_at, scale, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P,
-                    BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP, SCALED, WIDEN,
+                    BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM,
                 )  # fmt: skip
                 top, total, values = _merged(top, total, values, its_top, its_total, its_values)
         else:
@@ -271,6 +275,7 @@ def attend(
             top, total, values = _attended(
                 q, position, first, last, begin, end, cache_at, scales_at, table_at, scale, softcap, cache_block,
                 scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP, SCALED, WIDEN,
+                UNIFORM,
             )  # fmt: skip
         missing = row - row  # parts that have not been stored yet
         if PARTED:
