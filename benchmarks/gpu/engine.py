@@ -21,7 +21,9 @@ from engine.batch import Batch
 from engine.build import Built, build
 from engine.config import EngineConfig
 from engine.models.decoder import Decoder
+from engine.models.gpu_tiles import AnyTile as QuantizedTile
 from engine.models.on_gpu import measured
+from engine.models.scaled import ByTorch, Narrow
 from engine.models.single import Single
 from engine.models.skinny import CANDIDATES, AnyTile, is_measurable
 from engine.runner import Step
@@ -201,8 +203,16 @@ def quantized(built: Built) -> Iterator[dict[str, Any]]:
             tiles = linear.quantized.parts[0].tiles
             yield {
                 "measurement": f"{part}, tiles",
-                **{f"{most} rows": "dequantized" if tile is None else str(tuple(tile)) for most, tile in tiles.items()},
+                **{f"{most} rows": _name(tile) for most, tile in tiles.items()},
             }
+
+
+def _name(tile: QuantizedTile | None) -> str:
+    if tile is None:
+        return "dequantized"
+    if isinstance(tile, ByTorch):
+        return "in fp8 by torch"
+    return f"{'in fp8 ' * isinstance(tile, Narrow)}{tuple(tile)}"
 
 
 def _label(tile: AnyTile) -> str:

@@ -12,7 +12,7 @@ import copy
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels.launching import use_device
+from engine.models import scaled as fp8
 from engine.models.gpu_form import ROUNDED, Form
-from engine.models.gpu_tiles import TILES, Tile
-from engine.models.gpu_weights import GPUProduct, random_weight, relative
+from engine.models.gpu_tiles import TILES, Tiles
+from engine.models.gpu_weights import GPUProduct, GPUWeight, random_weight, relative
 from engine.models.measured_tiles import fastest
 from engine.models.weight_trial import objection
 from engine.roofline import BYTES, read_rate
@@ -73,7 +74,7 @@ def rotated(products: list[Product], x: Tensor) -> Callable[[], Any]:
     return graph.replay
 
 
-tuned: dict[tuple[Form, int, int], Mapping[int, Tile]] = {}  # the tiles of products
+tuned: dict[tuple[Form, int, int], Tiles] = {}  # the tiles of products
 
 
 def made(form: Form | None, rows: int, columns: int, device: torch.device, size: int) -> tuple[list[Product], int]:
@@ -82,9 +83,9 @@ def made(form: Form | None, rows: int, columns: int, device: torch.device, size:
         plain = torch.randn(rows, columns, device=device).bfloat16()
         copies = [plain.clone() for _ in range(max(1, -(-size // plain.nbytes)))]
         return [partial(F.linear, weight=each) for each in copies], plain.nbytes
-    weight, _ = random_weight(form, rows, columns, torch.Generator(device).manual_seed(0))
+    weight, _ = random_weight(form, rows, columns, torch.Generator(device).manual_seed(0), in_blocks=form.is_float)
     count = max(1, -(-size // weight.num_bytes))
-    products = [GPUProduct([copy.deepcopy(weight)], None, torch.bfloat16) for _ in range(count)]
+    products = [scaled(copy.deepcopy(weight)) for _ in range(count)]
     tiles = tuned.get((form, rows, columns)) or fastest(products, torch.bfloat16)
     for product in products:
         product.parts[0].use(tiles)
@@ -92,10 +93,20 @@ def made(form: Form | None, rows: int, columns: int, device: torch.device, size:
     return [*products], weight.num_bytes
 
 
+def scaled(weight: GPUWeight) -> GPUProduct:
+    """Return a product, of several rows in fp8 if the weight is in fp8 and the GPU multiplies it."""
+    product = GPUProduct([weight], None, torch.bfloat16)
+    if product.can_scale and fp8.objection(weight.device) is None:
+        kinds = (False, True)
+        product.scale(by_torch={kind: fp8.objection_to_torch(weight.device, is_blocked=kind) is None for kind in kinds})
+    return product
+
+
 def errors(form: Form, rows: int, columns: int, device: torch.device) -> dict[str, float]:
     """Return the relative error for a few numbers of rows, beside that of torch with the weight in bfloat16."""
-    weight, plain = random_weight(form, rows, columns, torch.Generator(device).manual_seed(0))
-    product, found = GPUProduct([weight], None, torch.bfloat16), {}
+    draw = torch.Generator(device).manual_seed(0)
+    weight, plain = random_weight(form, rows, columns, draw, in_blocks=form.is_float)
+    product, found = scaled(weight), {}
     for tokens in (1, *(most + 1 for most in TILES)):
         x = torch.randn(tokens, columns, device=device).bfloat16()
         want = x.double() @ plain.double().T

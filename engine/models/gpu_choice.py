@@ -73,13 +73,17 @@ def _experts(layers: Sequence[Layer]) -> Iterator[Experts]:
 
 
 def _scaled(linears: Collection[Linear], product: Choice, norm: RMSNorm) -> Choice:
-    """Let torch multiply many rows by weights in fp8, if that works on this GPU."""
+    """Multiply several rows by weights in fp8 in fp8, if this GPU can; torch multiplies many, if that works."""
+    device = norm.weight.device
     quantized = [linear.quantized for linear in linears if linear.quantized is not None]
-    in_fp8 = [each for each in quantized if each.can_scale and not product.is_uniform]
+    in_fp8 = [each for each in quantized if not product.is_uniform and each.can_scale]
     if not in_fp8:
         return product
-    if reason := scaled.objection(norm.weight.device):
-        return replace(product, note=f"fp8 weights are dequantized for prompts: {reason}")
-    for each in in_fp8:
-        each.scale()
-    return product
+    reason = scaled.objection(device)
+    if reason is None:
+        kinds = {bool(part.form.group) for each in in_fp8 for part in each.parts}
+        reasons = {kind: scaled.objection_to_torch(device, is_blocked=kind) for kind in kinds}
+        for each in in_fp8:
+            each.scale(by_torch={kind: reason is None for kind, reason in reasons.items()})
+        reason = next(filter(None, reasons.values()), None)
+    return product if reason is None else replace(product, note=f"fp8 weights are dequantized for prompts: {reason}")

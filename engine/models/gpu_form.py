@@ -23,7 +23,7 @@ class Form:
 
     @property
     def slice(self) -> int:
-        """The number of columns that are stored together."""
+        """The number of columns that are stored together, or of which a row of floats has a multiple."""
         return UNIT if self.bits == 8 and self.group % (2 * UNIT) else 2 * UNIT
 
     @property

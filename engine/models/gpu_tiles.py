@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .scaled import ByTorch, Narrow
 from .single import ROWS, Row
 
 
@@ -61,7 +62,7 @@ _MORE = (
     Tile(128, 128, 8, 4, turned=True),
     Tile(128, 128, 8, 3, 2, turned=True),
 )
-AnyTile = Tile | Row  # a Row is for a single row of x alone
+AnyTile = Tile | Row | Narrow | ByTorch  # a Row is for a single row of x alone; see scaled.py for the last two
 # By the largest number of rows of x. The first one is used as long as nothing has been measured.
 CANDIDATES: Mapping[int, tuple[AnyTile, ...]] = {
     1: (*ROWS, _FEW[0]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,9 @@ from .gpu_form import Form
 from .gpu_tiles import LEAST_ROWS, MOST_ROWS, TILES, UNIFORM_TILE, AnyTile, Tile, Tiles, tile_of
 from .norms import RMSNorm
 from .routing import Routed
+from .scaled import TILE_ROWS, TILE_TOKENS, ByTorch, Narrow
 from .single import MOST_COLUMNS, QUAD, Row, multiply_quantized
 
-# The largest number of rows of x that the kernel multiplies where torch multiplies more in fp8.
-SCALED_ROWS = 64
 # Numbers of a weight that are dequantized at once.
 PIECE_NUMBERS = 1 << 26
 # Programs of a product with one tile of rows of x: about two per multiprocessor of large GPUs. The number of parts of a
@@ -46,25 +45,54 @@ class GPUWeight:
         self.form, self.rows, self.columns, self.order = form, rows, columns, order
         self._slices = form.slices(columns)
         # The padding of columns is multiplied by zeros, and may not be NaN.
-        self._numbers = torch.zeros(self._slices, rows, form.slice * form.bits // 8, dtype=form.dtype, device=device)
+        shape = (
+            (rows, self._slices * form.slice) if form.is_float else (self._slices, rows, form.slice * form.bits // 8)
+        )
+        self._numbers = torch.zeros(shape, dtype=form.dtype, device=device)
         groups = form.groups(columns)
         self._scales = torch.zeros(groups, rows, dtype=form.scale, device=device)
         self._zeros = torch.zeros(groups, rows, dtype=form.dtype, device=device) if form.has_zeros else None
         self._parts = max(1, min(PROGRAMS // -(-rows // PART_ROWS), self._slices // MIN_SLICES))
-        self._arrived = torch.zeros(-(-rows // LEAST_ROWS), dtype=torch.int32, device=device)
-        self._is_scaled = self._is_uniform = False
+        # Of as many tiles as a product in parts has, see scaled.CANDIDATES for the larger number.
+        counters = max(-(-rows // LEAST_ROWS), -(-rows // TILE_ROWS) * (MOST_ROWS // TILE_TOKENS))
+        self._arrived = torch.zeros(counters, dtype=torch.int32, device=device)
+        self._is_scaled = self._is_by_torch = self._is_uniform = False
+        self._blocks: Tensor | None = None  # scales, [blocks of rows, blocks of columns]
+        self.is_biased = True  # the bias of products is more than zeros
         self._tiles: Tiles = TILES
 
     @property
-    def can_scale(self) -> bool:
-        """Whether scaled.product takes the weight."""
-        has_scale_per_row = self.form.is_float and not self.form.group and self._scales.dtype == torch.float32
-        return has_scale_per_row and not (self.rows % scaled.MULTIPLE or self.columns % scaled.MULTIPLE)
+    def may_scale(self) -> bool:
+        """Whether x can be in fp8, too, if the scales are those of blocks: see scaled.py."""
+        form = self.form
+        if not form.is_float or self._scales.dtype != torch.float32 or self.order is not None:
+            return False
+        return form.group in (0, scaled.GROUP) and not (self.rows % scaled.MULTIPLE or self.columns % scaled.GROUP)
 
-    def scale(self) -> None:
-        """Let torch multiply more than SCALED_ROWS rows in fp8, with a scale per row of x."""
+    @property
+    def can_scale(self) -> bool:
+        """Whether x can be in fp8, too. It waits for the device."""
+        if not (self.may_scale and self.form.group):
+            return self.may_scale
+        blocks = self._scales[:, :: scaled.GROUP].repeat_interleave(scaled.GROUP, 1)[:, : self.rows]
+        return torch.equal(blocks, self._scales)
+
+    def scale(self, *, by_torch: bool) -> None:
+        """Multiply several rows of x in fp8. `by_torch`: torch can, see scaled.objection_to_torch."""
         assert self.can_scale
-        self._is_scaled = True
+        self._is_scaled, self._is_by_torch = True, by_torch
+        self._blocks = self._scales[:, :: scaled.GROUP].t().contiguous() if self.form.group else None
+        self._tiles = {**TILES, **{most: tiles[0] for most, tiles in scaled.CANDIDATES.items()}}
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether several rows of x are multiplied in fp8."""
+        return self._is_scaled
+
+    @property
+    def is_by_torch(self) -> bool:
+        """Whether torch multiplies x in fp8 if there are more than MOST_ROWS rows."""
+        return self._is_by_torch
 
     def unify(self) -> None:
         """Let the kernel multiply any number of rows, with one tile and without parts of sums."""
@@ -95,12 +123,15 @@ class GPUWeight:
         numbers = numbers.to(self.device).view(torch.uint8)
         if self.form.bits == 8 and not self.form.is_float:
             numbers = numbers ^ 0x80
-        padding = self._slices * self.form.slice - self.columns
-        slices = F.pad(numbers, (0, padding)).view(count, self._slices, -1)
-        if self.form.bits == 4:
-            low, high = slices.chunk(2, dim=-1)
-            slices = low | high << 4
-        self._numbers[:, first:last] = slices.transpose(0, 1).view(self.form.dtype)
+        numbers = F.pad(numbers, (0, self._slices * self.form.slice - self.columns))
+        if self.form.is_float:
+            self._numbers[first:last] = numbers.view(self.form.dtype)
+        else:
+            slices = numbers.view(count, self._slices, -1)
+            if self.form.bits == 4:
+                low, high = slices.chunk(2, dim=-1)
+                slices = low | high << 4
+            self._numbers[:, first:last] = slices.transpose(0, 1).view(self.form.dtype)
         self._scales[: scales.shape[1], first:last] = scales.T
         if self._zeros is not None:
             assert zeros is not None
@@ -113,21 +144,17 @@ class GPUWeight:
         """Write x @ weight.T + bias to out [tokens, rows], of which only rows must be contiguous."""
         if self.order is not None:
             x = x.index_select(1, self.order)
+        if len(x):
+            self.multiply_in(self._tile(x, out), x, bias, out)
+
+    def _tile(self, x: Tensor, out: Tensor) -> AnyTile | None:
+        """Return how x is multiplied, see `multiply_in`."""
         if self._is_uniform:
-            if len(x):
-                self._launch(x, bias, out)
-        elif self._is_scaled and len(x) > SCALED_ROWS and out.dtype == x.dtype == torch.bfloat16:
-            step = max(scaled.MULTIPLE, PIECE_NUMBERS // self.columns // scaled.MULTIPLE * scaled.MULTIPLE)
-            numbers = scaled.quantize(x)
-            for first in range(0, self.rows, step):
-                last = min(first + step, self.rows)
-                piece = self._numbers[:, first:last].transpose(0, 1).reshape(last - first, -1)[:, : self.columns]
-                plain = piece.contiguous().view(torch.float8_e4m3fn)
-                out[:, first:last] = scaled.product(numbers, plain, self._scales[0, first:last], bias[first:last])
-        elif len(x) > MOST_ROWS and out.dtype == x.dtype:
-            self._dequantize(x, bias, out)
-        elif len(x):
-            self._launch(x, bias, out)
+            return UNIFORM_TILE
+        if len(x) > MOST_ROWS and out.dtype == x.dtype:
+            return ByTorch() if self._is_by_torch and x.dtype == torch.bfloat16 else None
+        rows = 2 if len(x) == 1 and self.row(x) is None else len(x)  # the smallest of the other tiles
+        return tile_of(self._tiles, rows)
 
     def _dequantize(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
         """Do as `multiply`, by torch with plain numbers."""
@@ -189,15 +216,41 @@ class GPUWeight:
         if tile is None:
             self._dequantize(x, bias, out)
             return
+        if isinstance(tile, Narrow):
+            weight = scaled.Stored(self._float8, self._scales, self._arrived)
+            scaled.multiply(scaled.quantize(x), weight, bias, out, tile)
+            return
+        if isinstance(tile, ByTorch):
+            self._multiply_by_torch(x, bias, out)
+            return
         tiles = -(-len(x) // tile.tokens)
         parts = self._parts if tiles == 1 and not self._is_uniform else 1  # several tiles are programs enough
         self._run(x, bias, out, tile, tiles=tiles, parts=parts)
 
-    def _launch(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
-        rows = len(x)
-        if rows == 1 and self.row(x) is None:
-            rows += 1  # the smallest of the other tiles
-        self.multiply_in(UNIFORM_TILE if self._is_uniform else tile_of(self._tiles, rows), x, bias, out)
+    @property
+    def _float8(self) -> Tensor:
+        """The numbers of a weight that can be scaled, [rows, columns]."""
+        return self._numbers.view(torch.float8_e4m3fn)
+
+    def _multiply_by_torch(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
+        """Do as `multiply`, in fp8."""
+        if self._blocks is None:
+            numbers = scaled.quantize_rows(x)
+            out.copy_(scaled.product_of_rows(numbers, self._float8, self._scales[0], bias))
+            return
+        rows = scaled.padded(len(x))
+        # The padding's results are stored behind those of x, if the caller has room for them.
+        has_room = (
+            out.is_contiguous()
+            and out.storage_offset() == 0
+            and out.untyped_storage().nbytes() >= (rows * self.rows * out.itemsize)
+        )
+        whole = out.as_strided((rows, self.rows), (self.rows, 1)) if has_room else out.new_empty(rows, self.rows)
+        scaled.product(scaled.quantize(x), self._float8, self._blocks, whole)
+        if self.is_biased:
+            whole += bias
+        if not has_room:
+            out.copy_(whole[: len(x)])
 
     def _run(
         self, x: Tensor, bias: Tensor, out: Tensor, tile: Tile, *, tiles: int, parts: int, routed: Routed | None = None
@@ -252,6 +305,8 @@ class GPUProduct:
         self._has_bias = bias is not None
         # Zeros instead of none: a kernel less that would have to be compiled, and tried.
         self._bias = torch.zeros(self.outputs, dtype=dtype, device=parts[0].device) if bias is None else bias
+        for part in parts:
+            part.is_biased = self._has_bias
 
     @property
     def num_bytes(self) -> int:
@@ -297,7 +352,8 @@ class GPUProduct:
 
     def _joined(self, x: Tensor, multiply: Callable[[GPUWeight, Tensor, Tensor, Tensor], None]) -> Tensor:
         """Return the products of all weights side by side, as `multiply` writes them: see GPUWeight.multiply."""
-        out = torch.empty(len(x), self.outputs, dtype=self._result, device=x.device)
+        rows = scaled.padded(len(x)) if self._weights[0].is_by_torch else len(x)  # see _multiply_by_torch
+        out = torch.empty(rows, self.outputs, dtype=self._result, device=x.device)[: len(x)]
         first = 0
         for weight in self._weights:
             last = first + weight.rows
@@ -313,13 +369,14 @@ class GPUProduct:
     @property
     def can_scale(self) -> bool:
         """Whether `scale` changes anything."""
-        return self._result == torch.bfloat16 and any(weight.can_scale for weight in self._weights)
+        return not self.is_wide and self._dtype in DTYPES and any(weight.can_scale for weight in self._weights)
 
-    def scale(self) -> None:
-        """Let torch multiply many rows in fp8, see scaled.py."""
+    def scale(self, *, by_torch: Mapping[bool, bool]) -> None:
+        """Multiply several rows in fp8, see scaled.py. `by_torch`: whether torch can, with a scale per row and (True)
+        with one per block."""
         for weight in self._weights:
             if weight.can_scale:
-                weight.scale()
+                weight.scale(by_torch=by_torch[bool(weight.form.group)])
 
     def unify(self) -> None:
         """Let the kernel multiply any number of rows, with one order of sums."""
@@ -362,9 +419,11 @@ def is_gpu(device: torch.device, isa: str) -> bool:
     return device.type == "cuda" or (is_interpreted() and isa == "torch")
 
 
-def random_weight(form: Form, rows: int, columns: int, draw: torch.Generator) -> tuple[GPUWeight, Tensor]:
+def random_weight(
+    form: Form, rows: int, columns: int, draw: torch.Generator, *, in_blocks: bool = False
+) -> tuple[GPUWeight, Tensor]:
     """Return a weight of random numbers, and the same in float32, to compare products with. It is on the device of
-    `draw`."""
+    `draw`. `in_blocks`: as many rows as columns share a scale, as in checkpoints in fp8."""
     device = draw.device
 
     def integers(size: int) -> Tensor:
@@ -373,6 +432,8 @@ def random_weight(form: Form, rows: int, columns: int, draw: torch.Generator) ->
     numbers = integers(columns)
     groups = -(-columns // form.group) if form.group else 1
     scales = ((torch.rand(rows, groups, generator=draw, device=device) + 0.5) / 128).to(form.scale)
+    if in_blocks and form.group:
+        scales = scales[:: form.group].repeat_interleave(form.group, 0)[:rows]
     zeros = integers(groups) if form.has_zeros else None
     group = torch.arange(columns, device=device) // (form.group or columns)
     if form.is_float:

@@ -10,8 +10,10 @@ from functools import partial
 import torch
 
 from ..attention.paged_gpu import MAX_ERROR
+from . import scaled
 from .gpu_tiles import CANDIDATES, TILES, TRIED_PLAIN_ROWS, AnyTile, Tiles
 from .gpu_weights import GPUProduct, GPUWeight
+from .scaled import LOSS, ByTorch, Narrow
 from .skinny import GAIN, MEASURED_BYTES, seconds
 
 
@@ -43,21 +45,30 @@ def _is_measurable(weight: GPUWeight) -> bool:
 
 
 def _fastest(products: Sequence[GPUProduct], rows: int, dtype: torch.dtype) -> AnyTile | None:
-    first, *rest = CANDIDATES[rows]
-    others: list[AnyTile | None] = [*rest]
+    part = products[0].parts[0]
+    first, *others = _candidates(part, rows, dtype)
     if rows >= TRIED_PLAIN_ROWS and not products[0].is_wide:
         others.append(None)
-    part = products[0].parts[0]
     x = torch.randn(rows, part.columns, dtype=dtype, device=part.device)
     if rows == 1 and part.row(x) is None:
         return first
     want = products[0].multiply_in(first, x).double()
-    best: AnyTile | None = first
+    best = first
     shortest = seconds([partial(each.multiply_in, first, x) for each in products], part.device)
     for tile in others:
         with suppress(Exception):  # one that does not fit
             error = (products[0].multiply_in(tile, x).double() - want).norm() / want.norm()
             took = seconds([partial(each.multiply_in, tile, x) for each in products], part.device)
-            if error < MAX_ERROR[dtype] and took * GAIN <= shortest:
+            most = LOSS if isinstance(tile, Narrow | ByTorch) else MAX_ERROR[dtype]
+            if error < most and took * GAIN <= shortest:
                 best, shortest = tile, took
     return best
+
+
+def _candidates(weight: GPUWeight, rows: int, dtype: torch.dtype) -> list[AnyTile | None]:
+    """Return the tiles that are measured. The first one has been tried."""
+    first = CANDIDATES[rows][0]
+    if rows == 1 or not weight.is_scaled:
+        return [*CANDIDATES[rows]]
+    is_by_torch = weight.is_by_torch and dtype == torch.bfloat16
+    return [first, *(each for each in scaled.CANDIDATES[rows] if isinstance(each, Narrow) or is_by_torch)]

@@ -100,14 +100,14 @@ def multiply_quantized(
     """Do as `multiply`, for x whose numbers have 16 bits and whose columns are a multiple of four."""
     assert len(x) == 1
     numbers, scales, zeros = weight
-    x, rows = x[0].contiguous(), numbers.shape[1]
+    x, rows, slices = x[0].contiguous(), scales.shape[1], 1 if form.is_float else numbers.shape[0]
     gain = x if norm is None else norm.gain
     packed = not is_interpreted() and (not form.is_float or _converts(x.device))
     constants = _quantized(len(x), form, row, activation, packed)
     programs = max(1, row.warps // constants["num_warps"]) * multiprocessors(x.device)
     launch(gpu_kernels("single").multiply_quantized, (min(programs, -(-rows // constants["ROWS"])),),
         x, x.view(torch.int64), numbers.view(torch.int32), scales, zeros, x if bias is None else bias,
-        x if residual is None else residual, gain.view(torch.int64), out, rows, numbers.shape[0],
+        x if residual is None else residual, gain.view(torch.int64), out, rows, slices,
         0.0 if norm is None else norm.eps,
         constants=constants, BIAS=bias is not None, ADD=residual is not None,
         NORM=norm is not None, WIDE=norm is not None and norm.kind.is_wide, **dependence(x.device),
@@ -119,14 +119,16 @@ def _quantized(columns: int, form: Form, row: Row, activation: str, packed: bool
     """Return the constants of a launch."""
     # A thread keeps up to 64 columns of x in registers.
     num_warps = max(LEAST_WARPS, power_of_two(-(-columns // (32 * THREAD_COLUMNS))))
-    words = form.slices(columns) * form.slice * form.bits // 32
+    stored = form.slices(columns) * form.slice  # columns
+    words = stored * form.bits // 32
     step = min(power_of_two(words), 4 * 32 * num_warps)  # a thread loads four words
     chunks = -(-words // step)
     at_once = row.words // 2 if form.has_zeros else row.words  # zero points take registers, too
     rows = max(2 if activation else 1, 32 * num_warps * at_once // (step * chunks))
     return {
         "COLUMNS": columns, "COLUMNS_P": power_of_two(columns), "BITS": form.bits, "FLOAT": form.is_float,
-        "ZEROS": form.has_zeros, "SLICE": form.slice, "GROUP": form.group, "WORDS": step, "CHUNKS": chunks,
+        "ZEROS": form.has_zeros, "SLICE": stored if form.is_float else form.slice, "GROUP": form.group,
+        "WORDS": step, "CHUNKS": chunks,
         "ROWS": 1 << rows.bit_length() - 1, **gate_constants(activation, None), "PACKED": packed,
         "num_warps": num_warps,
         "maxnreg": REGISTERS // (32 * max(row.warps, num_warps)),  # so that all programs run at once

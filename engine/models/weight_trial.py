@@ -9,9 +9,11 @@ import torch
 
 from ..attention.paged_gpu import MAX_ERROR, is_interpreted, lack
 from ..kernels.launching import META, Compiling, Job
+from . import scaled
 from .gpu_form import Form
 from .gpu_tiles import CANDIDATES, MOST_ROWS, TILES
 from .gpu_weights import DTYPES, LOOKED_UP, GPUProduct, GPUWeight, random_weight, relative
+from .scaled import Narrow
 
 TRIAL_ROWS = 1024  # of a large weight
 
@@ -57,10 +59,13 @@ def jobs(shapes: Iterable[tuple[Form, int, int]], dtype: torch.dtype, head: int)
             yield from (partial(product.multiply_in, tile, x) for tile in CANDIDATES[1])
     for (form, wide, _), (rows, columns) in kinds.items():
         product = _bare(form, rows, columns, dtype, wide=wide)
+        may_scale = product.parts[0].may_scale and scaled.objection(torch.device("cuda")) is None
         for tokens, tiles in CANDIDATES.items():
             if tokens > 1:
                 x = torch.empty(tokens, columns, dtype=dtype, device=META)
-                yield from (partial(product.multiply_in, tile, x) for tile in tiles)
+                narrow = [each for each in scaled.CANDIDATES[tokens] if isinstance(each, Narrow)]
+                tried = (tiles[0], *narrow) if may_scale else tiles
+                yield from (partial(product.multiply_in, tile, x) for tile in tried)
         yield partial(product.lookup, torch.empty(LOOKED_UP, dtype=torch.int64, device=META))
         yield partial(product, torch.empty(MOST_ROWS + 1, columns, dtype=dtype, device=META))
 

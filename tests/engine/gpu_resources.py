@@ -26,8 +26,9 @@ from engine.attention.gpu_plan import FEW_ROWS
 from engine.attention.gpu_shapes import attend_shape, is_short, queries_of
 from engine.attention.layer import LARGEST, AttentionLayer
 from engine.kernels.gpu import attention, changes, experts, layers, logits, matmul, shortlist, skinny, storing
+from engine.kernels.gpu import scaled as scaled_kernels
 from engine.kernels.gpu import single as single_kernels
-from engine.models import gpu_experts, gpu_tiles, gpu_weights, single
+from engine.models import gpu_experts, gpu_tiles, gpu_weights, scaled, single
 from engine.models import skinny as few_rows
 from engine.models.gpu_form import ROUNDED, Form
 from engine.models.gpu_gates import gate_constants
@@ -35,6 +36,7 @@ from engine.models.gpu_layers import GATE_TILE
 from engine.models.gpu_tiles import Tile
 from engine.models.gpu_weights import DEQUANTIZED_ROWS, DEQUANTIZED_WARPS, LOOKED_UP
 from engine.models.on_gpu import MAX_HIDDEN
+from engine.models.scaled import Narrow
 from engine.models.single import SINGLES, Row, Single
 from engine.runner.triton_logits import COUNT_DIGITS, ENTRIES, GROUP, SUM_DIGITS, TILE, TILES, WARPS
 
@@ -269,6 +271,22 @@ def product(form: Form, dtype: torch.dtype, tile: Tile, *, arch: int, fan: int =
     }  # fmt: skip
 
 
+def in_fp8(narrow: Narrow, *, is_blocked: bool, arch: int) -> Arguments:
+    """Return the types of the arguments and the constants of a launch, as scaled.multiply makes it."""
+    fp8, floats = ("x_ptr", "numbers_ptr"), ("x_scales_ptr", "scales_ptr", "sums_ptr")
+    signature = dict.fromkeys(fp8, "*fp8e4nv") | dict.fromkeys(floats, "*fp32") | {"arrived_ptr": "*i32"}
+    signature |= dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16")
+    return signature, {
+        "BLOCKED": is_blocked, "TOKENS": narrow.tokens, "ROWS": narrow.rows, "STAGES": narrow.stages, "WIDEN": False,
+        "DEPENDENT": arch >= 90,
+    }  # fmt: skip
+
+
+def quantized_x(*, arch: int) -> Arguments:
+    signature = {"x_ptr": "*bf16", "numbers_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
+    return signature, {"TOKENS": scaled.TOKENS, "DEPENDENT": arch >= 90}
+
+
 def dequantized(form: Form, dtype: torch.dtype, *, look_up: bool) -> Arguments:
     signature, constants = weight(form, dtype)
     ids = {"ids_ptr": "*i64" if look_up else "*i32"}
@@ -363,6 +381,12 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
                 arguments = dequantized(form, dtype, look_up=look_up)
                 warps_of = 1 if look_up else DEQUANTIZED_WARPS
                 yield f"{'lookup' if look_up else 'dequantize'} {label}", matmul.dequantize, arguments, warps_of
+    for size in dict.fromkeys(itertools.chain(*scaled.CANDIDATES.values())) if arch >= 89 else ():
+        for is_blocked in (False, True) if isinstance(size, Narrow) else ():
+            label = f"{size.tokens} rows by {size.rows}, {size.parts} parts, {'blocks' if is_blocked else 'rows'} bf16"
+            yield f"scaled {label}", scaled_kernels.multiply, in_fp8(size, is_blocked=is_blocked, arch=arch), size.warps
+    if arch >= 89:
+        yield "quantize bf16", scaled_kernels.quantize, quantized_x(arch=arch), 4
     for size in dict.fromkeys(itertools.chain(*few_rows.IN_PARTS.values())):
         found = few(size, torch.bfloat16, add=True, dependent=arch >= 90)
         label = f"few {size.tokens} rows, tiles of {size.rows} by {size.columns}, in {size.parts} parts bf16"

@@ -404,14 +404,24 @@ def test_checkpoints_have_the_planned_size(tmp_path, name):
 
 
 @pytest.mark.usefixtures("untried")
-@pytest.mark.parametrize("reason", [None, "torch's product fails"])
-def test_fp8_weights_are_multiplied_in_fp8_where_the_trial_of_torch_succeeds(tmp_path, monkeypatch, reason):
-    write(tmp_path, KINDS["ct-fp8-channel"])
-    monkeypatch.setattr(scaled, "objection", lambda device: reason)
+@pytest.mark.parametrize("name", ["ct-fp8-channel", "fp8-block"])
+@pytest.mark.parametrize(
+    "reasons, ways",
+    [
+        ((None, None), (True, True)),
+        ((None, "torch's product fails"), (True, False)),
+        (("this GPU does not multiply fp8", None), (False, False)),
+    ],
+)
+def test_fp8_weights_are_multiplied_in_fp8_by_what_succeeds_in_its_trial(tmp_path, monkeypatch, name, reasons, ways):
+    write(tmp_path, KINDS[name])
+    monkeypatch.setattr(scaled, "objection", lambda device: reasons[0])
+    monkeypatch.setattr(scaled, "objection_to_torch", lambda device, is_blocked: reasons[1])
     model = load(tmp_path, "bfloat16")
     weights = [weight for linear in model.layers[0].linears for weight in linear._packed._weights]
-    assert all(weight._is_scaled == (reason is None) for weight in weights)
-    assert (f"fp8 weights are dequantized for prompts: {reason}" == model.product.note) == (reason is not None)
+    assert weights and {(weight.is_scaled, weight.is_by_torch) for weight in weights} == {ways}
+    reason = reasons[0] or reasons[1]
+    assert model.product.note == (f"fp8 weights are dequantized for prompts: {reason}" if reason else "")
 
 
 @pytest.mark.usefixtures("untried")

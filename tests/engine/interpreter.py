@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -137,6 +138,18 @@ def expand_dims(_: Any, arg: Any, axis: int) -> Any:
     return interpreter.TensorHandle(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
 
 
+def converted_by_torch(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch convert to E4M3: the interpreter halves what it rounds up to a power of two, and ties go up."""
+
+    def converted(numbers: Any, source: Any, target: Any, *options: Any) -> Any:
+        if (source, target) != (tl.float32, tl.float8e4nv):
+            return convert(numbers, source, target, *options)
+        floats = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
+        return floats.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    return converted
+
+
 @functools.cache
 def prepare() -> None:
     """Check that Triton interprets, make its products independent of places, and leave out half of its work."""
@@ -146,6 +159,7 @@ def prepare() -> None:
     tl.core._unwrap_if_constexpr = unwrapped_by_type(tl.core._unwrap_if_constexpr)
     interpreter._patch_lang = patched_once(interpreter._patch_lang)
     interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
+    interpreter._convert_float = converted_by_torch(interpreter._convert_float)
     make_types_once()
     interpreter.InterpreterBuilder.binary_op = binary_op
     interpreter.InterpreterBuilder.create_expand_dims = expand_dims

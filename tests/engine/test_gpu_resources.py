@@ -55,6 +55,7 @@ CASES = [
     *((arch, f"^(product {form}.*{tiles}|(dequantize|lookup) {form})", WEIGHTS) for arch, form, tiles in FORMS),
     (90, "^few (64 rows|16 rows, tiles of (32 by 256, gate|.* in 4 parts))", {"few"}),
     (90, "^one row, 8 warps, 128", {"one"}),
+    (90, "^(scaled (16 rows by 128|64 rows by 128|128 rows)|quantize)", {"scaled", "quantize"}),
     (90, "^row bf16 (int4 in groups of 128|float8 in groups).*, 32 words, 16 warps", {"row"}),
     (80, "^row fp16 (float8 in rows|int4 in groups of 128).*, 32 words, 16 warps", {"row"}),
     (80, "^few 16 rows, tiles of (32 by 128, gate|16 by 512, in)", {"few"}),
@@ -89,7 +90,7 @@ def test_compiled_kernels_spill_no_registers(arch, only, kernels):
         assert each["shared"] <= (227 if arch == 90 else 163 if chosen else 99) * 1024, each
     chunks = [each for each in found if each["kernel"].startswith("chunk") and "bf16" in each["kernel"]]
     assert all(each["wgmma" if arch == 90 else "mma"] for each in chunks), "prompts do not use the matrix units"
-    products = [each for each in found if each["kernel"].split()[0] in ("product", "few")]
+    products = [each for each in found if each["kernel"].split()[0] in ("product", "few", "scaled")]
     products += [each for each in found if each["kernel"].startswith("alike") and "bf16" in each["kernel"]]
     products += [each for each in found if each["kernel"].startswith("routed")]
     assert all(each["mma"] or each["wgmma"] for each in products)

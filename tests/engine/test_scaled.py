@@ -1,4 +1,4 @@
-"""Products in fp8 with a scale per row, on the CPU with an emulation of torch._scaled_mm."""
+"""Products in fp8 by torch, on the CPU with an emulation of torch._scaled_mm; interpreted_scaled.py has our kernels."""
 
 from __future__ import annotations
 
@@ -8,24 +8,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models import gpu_weights, scaled
+from engine.models import scaled
 from engine.models.gpu_form import Form
-from engine.models.gpu_weights import SCALED_ROWS, GPUProduct, random_weight
+from engine.models.gpu_tiles import MOST_ROWS
+from engine.models.gpu_weights import GPUProduct, random_weight
 
 CPU = torch.device("cpu")
+GROUP = scaled.GROUP
 calls: list[tuple[int, int]] = []
 
 
 def emulated(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    """Compute as torch._scaled_mm documents it, and insist on what its row-wise kernel needs."""
-    a, b, bias = options["scale_a"], options["scale_b"], options["bias"]
+    """Compute as torch._scaled_mm documents it, and insist on what its kernels for rows and for blocks need."""
+    a, b = options["scale_a"], options["scale_b"]
     assert x.dtype == weight.dtype == torch.float8_e4m3fn and x.is_contiguous() and weight.t().is_contiguous()
     assert x.shape[1] == weight.shape[0] and x.shape[1] % 16 == weight.shape[1] % 16 == 0
-    assert a.shape == (len(x), 1) and b.shape == (1, weight.shape[1]) and a.dtype == b.dtype == torch.float32
-    assert a.is_contiguous() and b.is_contiguous() and bias.shape == (weight.shape[1],) and bias.is_contiguous()
-    assert options["out_dtype"] == bias.dtype == torch.bfloat16 and not options["use_fast_accum"]
+    assert options["out_dtype"] == torch.bfloat16 and a.dtype == b.dtype == torch.float32
     calls.append((len(x), weight.shape[1]))
-    return (x.float() @ weight.float() * a * b + bias).bfloat16()
+    if a.shape == (len(x), 1):
+        bias = options["bias"]
+        assert b.shape == (1, weight.shape[1]) and a.is_contiguous() and b.is_contiguous()
+        assert bias.shape == (weight.shape[1],) and bias.is_contiguous() and bias.dtype == torch.bfloat16
+        assert not options["use_fast_accum"]
+        return (x.float() @ weight.float() * a * b + bias).bfloat16()
+    groups = x.shape[1] // GROUP
+    assert len(x) % 16 == 0 and a.shape == (len(x), groups) and a.stride() == (1, len(x))
+    assert b.shape == (groups, -(-weight.shape[1] // GROUP)) and b.t().is_contiguous()
+    wide = x.float() * a.repeat_interleave(GROUP, 1)
+    scales = b.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+    options["out"].copy_(wide @ (weight.float() * scales))
+    return options["out"]
 
 
 @pytest.fixture(autouse=True)
@@ -34,55 +46,64 @@ def emulation(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", emulated)
 
 
+def error(found: Tensor, want: Tensor) -> float:
+    return float((found.double() - want.double()).norm() / want.double().norm())
+
+
 def test_rows_are_quantized_with_scales_of_their_own():
     x = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0], [1e5, 3.0, 0.0]]).bfloat16()
-    numbers, scales = scaled.quantize(x)
+    numbers, scales = scaled.quantize_rows(x)
     assert numbers.float().abs().amax(-1).tolist() == [448.0, 0.0, 448.0]
     torch.testing.assert_close(numbers.float() * scales, x.float(), rtol=2**-4, atol=1e-2 * 1e5 / 448)
 
 
-@pytest.mark.parametrize("rows, columns, piece", [(48, 64, 1 << 26), (80, 112, 32 * 112), (32, 144, 1)])
-def test_many_rows_are_multiplied_in_fp8(monkeypatch, rows, columns, piece):
-    monkeypatch.setattr(gpu_weights, "PIECE_NUMBERS", piece)
+@pytest.mark.parametrize("rows, columns", [(48, 128), (80, 384)])
+def test_torch_multiplies_many_rows_by_a_weight_with_a_scale_per_row(rows, columns):
     weight, plain = random_weight(Form(8, is_float=True), rows, columns, torch.Generator().manual_seed(0))
-    bias, x = torch.randn(rows).bfloat16(), torch.randn(SCALED_ROWS + 1, columns).bfloat16()
+    bias, x = torch.randn(rows).bfloat16(), torch.randn(MOST_ROWS + 1, columns).bfloat16()
     product = GPUProduct([weight], bias, torch.bfloat16)
     assert product.can_scale
-    product.scale()
+    product.scale(by_torch={False: True})
     found = product(x)
-    numbers, scales = scaled.quantize(x)
-    want = (numbers.double() * scales) @ plain.double().T + bias
-    assert float((found.double() - want).norm() / want.norm()) < 5e-3  # one rounding to bfloat16
-    exact = x.double() @ plain.double().T + bias
-    assert float((found.double() - exact).norm() / exact.norm()) < 4e-2  # that of activations in fp8
-    assert sum(count for _, count in calls) == rows and all(tokens == len(x) for tokens, _ in calls)
+    numbers, scales = scaled.quantize_rows(x)
+    assert error(found, (numbers.double() * scales) @ plain.double().T + bias) < 5e-3  # one rounding to bfloat16
+    assert error(found, x.double() @ plain.double().T + bias) < 4e-2  # that of activations in fp8
+    assert calls == [(len(x), rows)]
 
 
+@pytest.mark.parametrize("form", [Form(8), Form(8, 64, is_float=True), Form(8, is_float=True), Form(4, 32)])
 @pytest.mark.parametrize(
-    "form, rows, columns, options",
-    [
-        (Form(8), 32, 64, {}),
-        (Form(8, 128, is_float=True), 32, 128, {}),
-        (Form(8, is_float=True), 33, 64, {}),
-        (Form(8, is_float=True), 32, 72, {}),
-        (Form(8, is_float=True), 32, 64, {"wide": True}),
-    ],
+    "rows, columns, options", [(32, 128, {}), (33, 128, {}), (32, 72, {}), (32, 128, {"wide": True})]
 )
-def test_other_weights_are_not(form, rows, columns, options):
+def test_only_fp8_with_a_scale_per_row_or_block_of_even_sizes_is(form, rows, columns, options):
     weight, _ = random_weight(form, rows, columns, torch.Generator().manual_seed(0))
-    assert not GPUProduct([weight], None, torch.bfloat16, **options).can_scale
+    is_even = (rows, columns, options) == (32, 128, {})
+    product = GPUProduct([weight], None, torch.bfloat16, **options)
+    assert product.can_scale == (is_even and form == Form(8, is_float=True))
 
 
-def test_the_trial_finds_a_product_that_does_not_wait_for_its_input_or_fails(monkeypatch):
-    assert scaled.trial(CPU) is None
+def test_scales_must_be_the_same_in_whole_blocks():
+    form, draw = Form(8, GROUP, is_float=True), torch.Generator().manual_seed(0)
+    weight, _ = random_weight(form, 2 * GROUP + 16, GROUP, draw)
+    assert weight.may_scale and not weight.can_scale
+    weight, _ = random_weight(form, 2 * GROUP + 16, GROUP, draw, in_blocks=True)
+    assert weight.can_scale
+    weight.tensors[1][0, 2 * GROUP + 3] *= 2
+    assert not weight.can_scale
+
+
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_the_trial_finds_a_product_that_does_not_wait_for_its_input_or_fails(monkeypatch, is_blocked):
+    assert scaled.trial(CPU, is_blocked=is_blocked) is None
     monkeypatch.setattr(
         torch, "_scaled_mm", lambda x, *args, **options: emulated(torch.zeros_like(x), *args, **options)
     )
-    assert scaled.trial(CPU) == "torch's product does not wait for its input, or is wrong"
+    wrong = "torch's product does not wait for its input, or is wrong"
+    assert scaled.trial(CPU, is_blocked=is_blocked) == wrong
 
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nmore")
 
     monkeypatch.setattr(torch, "_scaled_mm", fails)
-    assert scaled.trial(CPU) == "torch's product fails: CUBLAS_STATUS_NOT_SUPPORTED"
-    assert scaled.objection(CPU) == "it needs a CUDA device"
+    assert scaled.trial(CPU, is_blocked=is_blocked) == "torch's product fails: CUBLAS_STATUS_NOT_SUPPORTED"
+    assert scaled.objection(CPU) == scaled.objection_to_torch(CPU, is_blocked=is_blocked) == "it needs a CUDA device"
