@@ -80,7 +80,8 @@ class GPUWeight:
     def scale(self, *, by_torch: bool) -> None:
         """Multiply several rows of x in fp8. `by_torch`: torch can, see scaled.objection_to_torch."""
         assert self.can_scale
-        self._is_scaled, self._is_by_torch = True, by_torch
+        has_blocks = not self.form.group or self.columns % (scaled.BLOCKS * scaled.GROUP) == 0
+        self._is_scaled, self._is_by_torch = True, by_torch and has_blocks
         self._blocks = self._scales[:, :: scaled.GROUP].t().contiguous() if self.form.group else None
         self._tiles = {**TILES, **{most: tiles[0] for most, tiles in scaled.CANDIDATES.items()}}
 

@@ -11,7 +11,7 @@ import torch
 
 from ..attention.paged_gpu import MAX_ERROR
 from . import scaled
-from .gpu_tiles import CANDIDATES, TILES, TRIED_PLAIN_ROWS, AnyTile, Tiles
+from .gpu_tiles import CANDIDATES, MOST_ROWS, TILES, TRIED_PLAIN_ROWS, AnyTile, Tiles
 from .gpu_weights import GPUProduct, GPUWeight
 from .scaled import LOSS, ByTorch, Narrow
 from .skinny import GAIN, MEASURED_BYTES, seconds
@@ -23,7 +23,10 @@ def choose(products: Iterable[GPUProduct], dtype: torch.dtype) -> None:
     for _, group in itertools.groupby(known, key=lambda each: each.kind):
         alike = list(group)
         tiles = fastest(alike[: max(2, -(-MEASURED_BYTES // alike[0].num_bytes))], dtype)
+        is_right = not alike[0].parts[0].is_by_torch or _is_right(alike[0], dtype)
         for weight in (part for each in alike for part in each.parts):
+            if not is_right:
+                weight.scale(by_torch=False)
             weight.use(tiles)
 
 
@@ -38,6 +41,18 @@ def fastest(products: Sequence[GPUProduct], dtype: torch.dtype) -> Tiles:
     with suppress(Exception):  # of a capture, or of Triton
         return {rows: _fastest(products, rows, dtype) for rows in CANDIDATES}
     return TILES
+
+
+@torch.inference_mode()
+def _is_right(product: GPUProduct, dtype: torch.dtype) -> bool:
+    """Return whether torch's product in fp8 with a weight of this shape is that of the dequantized weight."""
+    part = product.parts[0]
+    x = torch.randn(MOST_ROWS + 1, part.columns, dtype=dtype, device=part.device)
+    try:
+        want = product.multiply_in(None, x).double()
+        return float((product(x).double() - want).norm() / want.norm()) < LOSS
+    except Exception:  # of CUDA's libraries
+        return False
 
 
 def _is_measurable(weight: GPUWeight) -> bool:

@@ -18,6 +18,7 @@ CAPABILITY = (8, 9)  # of GPUs that multiply fp8
 BLOCK_CAPABILITY = (9, 0)  # of those for which torch multiplies it with a scale per block
 MULTIPLE = 16  # rows and columns of a weight are multiples of it, and rows of x are padded to one
 GROUP = 128  # columns of x that share a scale, and rows and columns of a block of a weight
+BLOCKS = 4  # blocks of columns: torch 2.11 takes scales for a multiple of them, and is wrong without a word otherwise
 TOKENS = 16  # per program that quantizes x
 MAX_ERROR = 2e-2  # of the trial: its results are rounded to bfloat16
 LOSS = 6e-2  # of a product by activations in fp8: with 3 bits of a mantissa about 2.6 %

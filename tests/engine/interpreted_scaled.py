@@ -70,8 +70,8 @@ def test_each_number_of_rows_is_multiplied_in_fp8_but_one_alone(monkeypatch, tok
     calls.clear()
     monkeypatch.setattr(torch, "_scaled_mm", emulated)
     draw = torch.Generator().manual_seed(0)
-    weights = [random_weight(BLOCKS, rows, 2 * GROUP, draw, in_blocks=True) for rows in (GROUP, 48)]
-    x = torch.randn(tokens, 2 * GROUP).bfloat16()
+    weights = [random_weight(BLOCKS, rows, 4 * GROUP, draw, in_blocks=True) for rows in (GROUP, 48)]
+    x = torch.randn(tokens, 4 * GROUP).bfloat16()
     for count in (1, 2):
         parts, plain = [weight for weight, _ in weights[:count]], torch.cat([each for _, each in weights[:count]])
         bias = torch.randn(len(plain)).bfloat16() if has_bias else None

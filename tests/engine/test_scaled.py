@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models import scaled
+from engine.models import measured_tiles, scaled
 from engine.models.gpu_form import Form
 from engine.models.gpu_tiles import MOST_ROWS
-from engine.models.gpu_weights import GPUProduct, random_weight
+from engine.models.gpu_weights import GPUProduct, GPUWeight, random_weight
 
 CPU = torch.device("cpu")
 GROUP = scaled.GROUP
@@ -32,6 +32,7 @@ def emulated(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
         assert not options["use_fast_accum"]
         return (x.float() @ weight.float() * a * b + bias).bfloat16()
     groups = x.shape[1] // GROUP
+    assert groups % 4 == 0, "torch's result is wrong then, and it says nothing"
     assert len(x) % 16 == 0 and a.shape == (len(x), groups) and a.stride() == (1, len(x))
     assert b.shape == (groups, -(-weight.shape[1] // GROUP)) and b.t().is_contiguous()
     wide = x.float() * a.repeat_interleave(GROUP, 1)
@@ -90,6 +91,28 @@ def test_scales_must_be_the_same_in_whole_blocks():
     assert weight.can_scale
     weight.tensors[1][0, 2 * GROUP + 3] *= 2
     assert not weight.can_scale
+
+
+@pytest.mark.parametrize("columns, is_by_torch", [(4 * GROUP, True), (7 * GROUP, False), (2 * GROUP, False)])
+def test_torch_takes_a_multiple_of_four_blocks_of_columns(columns, is_by_torch):
+    weight, _ = random_weight(
+        Form(8, GROUP, is_float=True), GROUP, columns, torch.Generator().manual_seed(0), in_blocks=True
+    )
+    weight.scale(by_torch=True)
+    assert weight.is_scaled and weight.is_by_torch == is_by_torch
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_product_of_torch_that_is_wrong_for_a_shape_is_not_used(monkeypatch, is_wrong):
+    if is_wrong:
+        monkeypatch.setattr(torch, "_scaled_mm", lambda x, *args, **options: emulated(x, *args, **options) * 1.1)
+    weight, _ = random_weight(Form(8, is_float=True), 32, GROUP, torch.Generator().manual_seed(0))
+    product = GPUProduct([weight], None, torch.bfloat16)
+    product.scale(by_torch={False: True})
+    plain = weight.tensors[0].view(torch.float8_e4m3fn).float() * weight.tensors[1].T
+    monkeypatch.setattr(GPUWeight, "_dequantize", lambda _, x, bias, out: out.copy_(x.float() @ plain.T))
+    measured_tiles.choose([product], torch.bfloat16)
+    assert weight.is_scaled and weight.is_by_torch != is_wrong
 
 
 @pytest.mark.parametrize("is_blocked", [False, True])
