@@ -98,4 +98,6 @@ def test_our_kernels_sample_the_tokens_of_the_cpu(size):
         count, ids = min(size, 20), torch.arange(rows) % size
         columns = TritonLogits(size, device).distribution(x.to(device), count).columns(ids.to(device)).cpu()
         exact = TorchLogits(size, torch.device("cpu")).distribution(x.double(), count).columns(ids)
-        torch.testing.assert_close(columns, exact, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(columns[:, : 1 + count], exact[:, : 1 + count], rtol=1e-6, atol=1e-6)
+        order = (-x).sort(dim=1, stable=True).indices  # in float64 some log-probabilities are equal
+        assert torch.equal(columns[:, 1 + count :], order[:, :count].double())
