@@ -95,9 +95,9 @@ def test_without_torchs_product_many_rows_are_multiplied_by_a_dequantized_weight
 
 def test_tiles_of_weights_in_fp8_are_measured_beside_that_of_others():
     weight, _ = random_weight(ROWS, 64, GROUP, torch.Generator().manual_seed(0))
-    assert measured_tiles._candidates(weight, 64, torch.bfloat16) == [*measured_tiles.CANDIDATES[64]]
+    assert measured_tiles._candidates(weight, 128, torch.bfloat16) == [*measured_tiles.CANDIDATES[128]]
     weight.scale(by_torch=True)
-    found = measured_tiles._candidates(weight, 64, torch.bfloat16)
-    assert found == [TILES[64], *scaled.CANDIDATES[64]] and ByTorch() in found
-    assert ByTorch() not in measured_tiles._candidates(weight, 64, torch.float16)
+    found = measured_tiles._candidates(weight, 128, torch.bfloat16)
+    assert found == [TILES[128], *scaled.CANDIDATES[128]] and ByTorch() in found
+    assert ByTorch() not in measured_tiles._candidates(weight, 128, torch.float16)
     assert measured_tiles._candidates(weight, 1, torch.bfloat16) == [*measured_tiles.CANDIDATES[1]]
