@@ -54,8 +54,8 @@ class Stored(NamedTuple):
     arrived: Tensor  # int32 for each tile of a product in parts, zero before and after
 
 
-# By the largest number of rows of x. On an H200 each of them is the fastest for some weight, or nearly so. With few rows
-# torch is as fast at best, and the kernel after it begins when it has ended.
+# By the largest number of rows of x. On an H200 each of them is the fastest for some weight, or nearly so. With few
+# rows torch is as fast at best, and the kernel after it begins when it has ended.
 CANDIDATES: dict[int, tuple[Narrow | ByTorch, ...]] = {
     16: (Narrow(16, 64, 4, 4, 4), Narrow(16, 64, 4, 4, 2), Narrow(16, 128, 4, 4)),
     32: (Narrow(32, 64, 4, 4, 4), Narrow(32, 64, 4, 4, 2), Narrow(32, 128, 4, 4)),
