@@ -142,7 +142,10 @@ class GPUWeight:
             )
 
     def multiply(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
-        """Write x @ weight.T + bias to out [tokens, rows], of which only rows must be contiguous."""
+        """Write x @ weight.T + bias to out [tokens, rows], of which only rows must be contiguous.
+
+        If `is_by_torch`, what is behind a contiguous out in its memory is overwritten, up to scaled.padded rows.
+        """
         if self.order is not None:
             x = x.index_select(1, self.order)
         if len(x):
