@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ..kernels.library import Choice
@@ -13,6 +14,7 @@ from . import gpu_experts, invariance, measured_tiles, on_gpu, scaled
 from .decoder_layer import Layer
 from .experts import Experts
 from .gpu_layers import add_norm
+from .gpu_weights import GPUProduct
 from .layer_inputs import LayerInputs
 from .layers import Linear
 from .norms import RMSNorm
@@ -40,7 +42,6 @@ def choose(
     project: see Decoder.project.
     """
     device = norm.weight.device
-    product = _scaled(linears, product, norm)
     objection = on_gpu.objection(parts[0], device, product.kernels)
     if objection is None:
         objection = next(filter(None, (gpu_experts.objection(each) for each in _experts(parts[2]))), None)
@@ -58,8 +59,12 @@ def choose(
         product = replace(product, note=problem or "", is_proven=problem is None)
         choices = invariance.choices(parts[0])
     else:
-        mine = {head, *(linear for layer in parts[2] for linear in layer.linears)}
-        measured_tiles.choose((linear.quantized for linear in mine if linear.quantized is not None), parts[0].dtype)
+        own = _quantized(linears, parts[2])
+        note = _scale(own, device)
+        if not measured_tiles.choose(own, parts[0].dtype):
+            note = "torch's product is wrong for a shape of this model"
+        if note:
+            product = replace(product, note=f"fp8 weights are dequantized for prompts: {note}")
         if isinstance(found := on_gpu.choose(*parts), str):
             product = replace(product, note=found)
         else:
@@ -72,18 +77,23 @@ def _experts(layers: Sequence[Layer]) -> Iterator[Experts]:
     return (layer.experts for layer in layers if layer.experts is not None)
 
 
-def _scaled(linears: Collection[Linear], product: Choice, norm: RMSNorm) -> Choice:
-    """Multiply several rows by weights in fp8 in fp8, if this GPU can; torch multiplies many, if that works."""
-    device = norm.weight.device
-    quantized = [linear.quantized for linear in linears if linear.quantized is not None]
-    in_fp8 = [each for each in quantized if not product.is_uniform and each.can_scale]
+def _quantized(linears: Collection[Linear], layers: Sequence[Layer]) -> list[GPUProduct]:
+    """Return the products with quantized weights, but for those of routed experts: they have a kernel of their own,
+    which multiplies in 16 bits, and is compared with each expert's product."""
+    routed = {linear for each in _experts(layers) for linear in (*each.gate_ups, *each.downs)}
+    return [each.quantized for each in linears if each not in routed and each.quantized is not None]
+
+
+def _scale(products: Sequence[GPUProduct], device: torch.device) -> str | None:
+    """Let products with weights in fp8 multiply several rows in fp8, if this GPU can; return why torch does not
+    multiply many, or None."""
+    in_fp8 = [each for each in products if each.can_scale]
     if not in_fp8:
-        return product
-    reason = scaled.objection(device)
-    if reason is None:
-        kinds = {bool(part.form.group) for each in in_fp8 for part in each.parts}
-        reasons = {kind: scaled.objection_to_torch(device, is_blocked=kind) for kind in kinds}
-        for each in in_fp8:
-            each.scale(by_torch={kind: reason is None for kind, reason in reasons.items()})
-        reason = next(filter(None, reasons.values()), None)
-    return product if reason is None else replace(product, note=f"fp8 weights are dequantized for prompts: {reason}")
+        return None
+    if reason := scaled.objection(device):
+        return reason
+    kinds = {bool(part.form.group) for each in in_fp8 for part in each.parts}
+    reasons = {kind: scaled.objection_to_torch(device, is_blocked=kind) for kind in kinds}
+    for each in in_fp8:
+        each.scale(by_torch={kind: reason is None for kind, reason in reasons.items()})
+    return next(filter(None, reasons.values()), None)

@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 
 
 # The largest number of rows of x that the kernel multiplies. With more, reading the weight is a small part of the work:
-# it is dequantized, and torch multiplies.
+# it is dequantized, unless it is in fp8, and torch multiplies.
 MOST_ROWS = 256
 # The first tile of each has further uses, see below.
 _FEW = (
@@ -63,7 +63,8 @@ _MORE = (
     Tile(128, 128, 8, 3, 2, turned=True),
 )
 AnyTile = Tile | Row | Narrow | ByTorch  # a Row is for a single row of x alone; see scaled.py for the last two
-# By the largest number of rows of x. The first one is used as long as nothing has been measured.
+# By the largest number of rows of x. The first one is used as long as nothing has been measured; of weights in fp8 that
+# of scaled.CANDIDATES.
 CANDIDATES: Mapping[int, tuple[AnyTile, ...]] = {
     1: (*ROWS, _FEW[0]),
     16: _FEW,

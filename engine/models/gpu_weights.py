@@ -237,7 +237,7 @@ class GPUWeight:
         return self._numbers.view(torch.float8_e4m3fn)
 
     def _multiply_by_torch(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
-        """Do as `multiply`, in fp8."""
+        """Do as `multiply`, in fp8. With scales of blocks the product is rounded before the bias is added."""
         if self._blocks is None:
             numbers = scaled.quantize_rows(x)
             out.copy_(scaled.product_of_rows(numbers, self._float8, self._scales[0], bias))
@@ -295,8 +295,8 @@ class GPUProduct:
     """Computes x @ weight.T (+ bias) (+ residual) on a GPU, with a weight whose rows are quantized.
 
     Sums are in float32, in an order that depends on the weight's shape and on the tile, which is chosen for a range of
-    numbers of rows of x. So a row has the same bits among any others, as long as their number is in the same range;
-    after `unify` among any others.
+    numbers of rows of x. So a row has the same bits among any others, as long as their number is in the same range and
+    torch does not compute the product; after `unify` among any others.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class GPUProduct:
         return out
 
     def multiply_in(self, tile: AnyTile | None, x: Tensor) -> Tensor:
-        """Return the product by the kernel, with this tile."""
+        """Return the product with this tile, see GPUWeight.multiply_in."""
         return self._joined(x, lambda weight, *args: weight.multiply_in(tile, *args))
 
     def _joined(self, x: Tensor, multiply: Callable[[GPUWeight, Tensor, Tensor, Tensor], None]) -> Tensor:
@@ -403,9 +403,10 @@ class GPUProduct:
         return self._has_bias
 
     @property
-    def kind(self) -> tuple[tuple[str, int, int], ...]:
-        """What products have in common that take the same time: forms, rows and columns."""
-        return tuple((weight.form.name, weight.rows, weight.columns) for weight in self._weights)
+    def kind(self) -> tuple[tuple[str, int, int, bool], ...]:
+        """What products have in common that take the same time: forms, rows and columns, and whether they are in
+        fp8."""
+        return tuple((weight.form.name, weight.rows, weight.columns, weight.is_scaled) for weight in self._weights)
 
     @property
     def forms(self) -> tuple[Form, ...]:

@@ -41,6 +41,7 @@ OTHERS = 240
 CHUNKS = 3, 20, 90, 190
 BESIDE = FEW_ROWS + 2
 ALONE = 512  # of the last tokens, or all if there are fewer, that are computed as decodes in one step
+FEW_STEPS = 16  # of FEW_ROWS decodes each, of the last tokens
 LOGITS = 600  # rows of the head that are compared with fewer, or more
 
 
@@ -157,6 +158,7 @@ def _runs(parts: Parts, layer: Layer) -> Iterator[list[Tensor]]:
 def _divided(length: int) -> list[Run]:
     """Return the runs of the proof for a sequence of this length."""
     ends, last, alone = list(itertools.accumulate(CHUNKS)), length - 1, min(ALONE, length)
+    few = min(FEW_STEPS * FEW_ROWS, length - 1)
     return [
         [[(0, 0, length)]],
         [[(1, 0, OTHERS), (0, 0, length)]],
@@ -169,7 +171,14 @@ def _divided(length: int) -> list[Run]:
             [(1, OTHERS + 1 + BESIDE, OTHERS + 2 + BESIDE), (0, last, length)],
         ],
         # A rare difference needs many numbers to be seen: of attention in bfloat16 one in 100,000, if only its sums of
-        # weights had another order.
+        # weights had another order. So there are many decodes in steps of few, and as many as possible in one step.
+        [
+            [(0, 0, length - few)],
+            *(
+                [(0, at, at + 1) for at in range(first, min(first + FEW_ROWS, length))]
+                for first in range(length - few, length, FEW_ROWS)
+            ),
+        ],
         [
             *([[(0, 0, length - alone)]] if alone < length else []),
             [(0, at, at + 1) for at in range(length - alone, length)],

@@ -13,21 +13,25 @@ from ..attention.paged_gpu import MAX_ERROR
 from . import scaled
 from .gpu_tiles import CANDIDATES, MOST_ROWS, TILES, TRIED_PLAIN_ROWS, AnyTile, Tiles
 from .gpu_weights import GPUProduct, GPUWeight
-from .scaled import LOSS, ByTorch, Narrow
+from .scaled import GROUP, LOSS, ByTorch, Narrow
 from .skinny import GAIN, MEASURED_BYTES, seconds
 
 
-def choose(products: Iterable[GPUProduct], dtype: torch.dtype) -> None:
-    """Let products use the fastest tiles, by measurements on some of each form and shape."""
+def choose(products: Iterable[GPUProduct], dtype: torch.dtype) -> bool:
+    """Let products use the fastest tiles, by measurements on some of each form and shape. Return whether torch's
+    products in fp8 are right; one that is not is not used."""
+    are_right = True
     known = sorted(products, key=lambda each: each.kind)
     for _, group in itertools.groupby(known, key=lambda each: each.kind):
         alike = list(group)
         tiles = fastest(alike[: max(2, -(-MEASURED_BYTES // alike[0].num_bytes))], dtype)
-        is_right = not alike[0].parts[0].is_by_torch or _is_right(alike[0], dtype)
+        is_right = _is_right(alike[0], dtype)
+        are_right = are_right and is_right
         for weight in (part for each in alike for part in each.parts):
-            if not is_right:
+            if weight.is_by_torch and not is_right:
                 weight.scale(by_torch=False)
             weight.use(tiles)
+    return are_right
 
 
 @torch.inference_mode()
@@ -45,9 +49,13 @@ def fastest(products: Sequence[GPUProduct], dtype: torch.dtype) -> Tiles:
 
 @torch.inference_mode()
 def _is_right(product: GPUProduct, dtype: torch.dtype) -> bool:
-    """Return whether torch's product in fp8 with a weight of this shape is that of the dequantized weight."""
+    """Return whether torch's product in fp8 with a weight of this shape, if there is one, is that of the dequantized
+    weight."""
     part = product.parts[0]
+    if not any(each.is_by_torch for each in product.parts):
+        return True
     x = torch.randn(MOST_ROWS + 1, part.columns, dtype=dtype, device=part.device)
+    x *= 2.0 ** torch.arange(part.columns, device=part.device).div(GROUP, rounding_mode="floor").remainder(5)
     try:
         want = product.multiply_in(None, x).double()
         return float((product(x).double() - want).norm() / want.norm()) < LOSS

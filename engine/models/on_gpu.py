@@ -367,9 +367,9 @@ def trial(
     except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
         lines = (str(problem).strip().splitlines() or [""])[0]
         return f"the Triton kernels do not run on this device: {type(problem).__name__}: {lines[:200]}"
-    most = max(MAX_ERROR[model.dtype], MAX_CACHE_ERROR.get(model.cache_dtype, 0.0))
+    allowed = max(MAX_ERROR[model.dtype], MAX_CACHE_ERROR.get(model.cache_dtype, 0.0))
     for each in (error, of_queries):
-        if not each < most:  # nor if it is no number
+        if not each < allowed:  # nor if it is no number
             return f"the Triton kernels compute wrong results on this device (relative error {each:.2g})"
     return None
 

@@ -159,8 +159,11 @@ def trial(device: torch.device, *, is_blocked: bool) -> str | None:
     may run before its input is there.
     """
     draw = torch.Generator().manual_seed(0)
-    late = torch.randn(2 * MULTIPLE + 1, 4 * GROUP, generator=draw).bfloat16().to(device)
-    plain = torch.randn(2 * GROUP, 4 * GROUP, generator=draw).to(device)
+    # Scales of different sizes: one in the place of another shows.
+    powers = 2.0 ** torch.arange(4).repeat_interleave(GROUP)
+    late = (torch.randn(2 * MULTIPLE + 1, 4 * GROUP, generator=draw) * powers.flip(0)).bfloat16().to(device)
+    plain = (torch.randn(2 * GROUP, 4 * GROUP, generator=draw) * powers).to(device)
+    plain[:GROUP] *= 16
     bias = torch.randn(len(plain), generator=draw).bfloat16().to(device)
     weight, scales = quantize_rows(plain)
     blocks = plain.abs().view(2, GROUP, 4, GROUP).amax((1, 3)) / LARGEST

@@ -59,7 +59,7 @@ def jobs(shapes: Iterable[tuple[Form, int, int]], dtype: torch.dtype, head: int)
             yield from (partial(product.multiply_in, tile, x) for tile in CANDIDATES[1])
     for (form, wide, _), (rows, columns) in kinds.items():
         product = _bare(form, rows, columns, dtype, wide=wide)
-        may_scale = product.parts[0].may_scale and scaled.objection(torch.device("cuda")) is None
+        may_scale = not wide and product.parts[0].may_scale and scaled.objection(torch.device("cuda")) is None
         for tokens, tiles in CANDIDATES.items():
             if tokens > 1:
                 x = torch.empty(tokens, columns, dtype=dtype, device=META)

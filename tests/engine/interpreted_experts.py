@@ -8,6 +8,7 @@ The interpreter truncates where a GPU rounds to bfloat16, so results are compare
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,17 +21,20 @@ from engine.kernels.gpu import experts as kernels
 from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import skinny as skinny_kernels
 from engine.kernels.gpu import storing as storing_kernels
-from engine.models import gpu_experts, gpu_weights, skinny, weight_trial
+from engine.models import gpu_choice, gpu_experts, gpu_weights, skinny, weight_trial
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
 from engine.models.experts import Experts, Sigmoids
 from engine.models.gpu_experts import RoutedExperts, objection
-from engine.models.layers import Quantization
+from engine.models.gpu_form import Form
+from engine.models.gpu_weights import GPUProduct, random_weight
+from engine.models.layers import Linear, Quantization
 from engine.models.on_gpu import OnGPU
 from engine.models.skinny import ANY, Tile, Uniforms
 from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, Calls, cache_of, inside, step
 from tests.engine.interpreter import prepare
 from tests.engine.recorder import Recorder
+from tests.engine.test_attention import CPU
 from tests.engine.test_experts import KINDS as OWN_KINDS
 from tests.engine.test_experts import random_experts
 from tests.models import load_model, make
@@ -190,6 +194,17 @@ def test_the_launches_can_be_captured_and_replayed_for_another_choice():
         replay()
         assert not torch.equal(experts.route(x)[1], experts.route(x / -2)[1])
         torch.testing.assert_close(out, experts(x, torch.zeros_like(x)), rtol=1e-4, atol=1e-4)
+
+
+def test_several_rows_of_routed_experts_are_not_in_fp8():
+    """Their kernel multiplies in 16 bits, and is compared with each expert's product. A shared expert is as others."""
+    draw, linears = torch.Generator().manual_seed(0), []
+    for _ in range(3):
+        linears.append(linear := Linear(128, 128, False, torch.float16, CPU))
+        weight, _ = random_weight(Form(8, 128, is_float=True), 128, 128, draw, in_blocks=True)
+        linear._packed = GPUProduct([weight], None, torch.float16)
+    layers: Any = [SimpleNamespace(experts=SimpleNamespace(gate_ups=linears[:1], downs=linears[1:2]))]
+    assert gpu_choice._quantized(linears, layers) == [linears[2].quantized]
 
 
 # -- models -----------------------------------------------------------------------------------------------------------

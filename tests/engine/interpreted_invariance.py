@@ -287,6 +287,7 @@ def test_the_proof_has_steps_for_all_tiles_and_decodes_among_few_and_among_many_
             assert [first for first, _ in chunks] == [0, *(end for _, end in chunks)][: len(chunks)]
         assert max(end for step in run for own, _, end in step if own == 0) == 340
     assert runs[-1] == [[(0, token, token + 1) for token in range(340)]]
+    assert [len(step) for step in runs[-2]] == [1] + [FEW_ROWS] * invariance.FEW_STEPS
 
 
 # -- a model ----------------------------------------------------------------------------------------------------------
@@ -299,6 +300,7 @@ def small(monkeypatch):
     monkeypatch.setattr(invariance, "OTHERS", 6)
     monkeypatch.setattr(invariance, "CHUNKS", (3, 5))
     monkeypatch.setattr(invariance, "ALONE", 12)
+    monkeypatch.setattr(invariance, "FEW_STEPS", 1)
     for module in (paged_gpu, triton_logits, on_gpu):
         monkeypatch.setattr(module, "trial", lambda *_, **__: None)
 

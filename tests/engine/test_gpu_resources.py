@@ -41,6 +41,7 @@ FORMS = [
 ]
 CASES = [
     (90, "Llama 8B bf16 bf16", ATTENTION | LAYERS),
+    (90, "^uniform decode( of few)? Llama 8B bf16 bf16", {"uniform"}),
     (90, "window bf16 i8", ATTENTION),
     (90, "^(chunk|store|rotate).*window bf16 fp8", {"chunk", "store", "rotate"}),
     (90, "^(chunk|store|rotate) Gemma 4 bf16 bf16", {"chunk", "store", "rotate"}),

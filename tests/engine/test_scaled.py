@@ -16,6 +16,7 @@ from engine.models.gpu_weights import GPUProduct, GPUWeight, random_weight
 CPU = torch.device("cpu")
 GROUP = scaled.GROUP
 calls: list[tuple[int, int]] = []
+written: list[int] = []  # addresses of results
 
 
 def emulated(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
@@ -37,6 +38,7 @@ def emulated(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
     assert b.shape == (groups, -(-weight.shape[1] // GROUP)) and b.t().is_contiguous()
     wide = x.float() * a.repeat_interleave(GROUP, 1)
     scales = b.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+    written.append(options["out"].data_ptr())
     options["out"].copy_(wide @ (weight.float() * scales))
     return options["out"]
 
@@ -44,6 +46,7 @@ def emulated(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
 @pytest.fixture(autouse=True)
 def emulation(monkeypatch):
     calls.clear()
+    written.clear()
     monkeypatch.setattr(torch, "_scaled_mm", emulated)
 
 
@@ -103,16 +106,58 @@ def test_torch_takes_a_multiple_of_four_blocks_of_columns(columns, is_by_torch):
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_a_product_of_torch_that_is_wrong_for_a_shape_is_not_used(monkeypatch, is_wrong):
-    if is_wrong:
-        monkeypatch.setattr(torch, "_scaled_mm", lambda x, *args, **options: emulated(x, *args, **options) * 1.1)
-    weight, _ = random_weight(Form(8, is_float=True), 32, GROUP, torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("form", [Form(8, is_float=True), Form(8, GROUP, is_float=True)])
+def test_a_product_of_torch_that_is_wrong_for_a_shape_is_not_used(monkeypatch, form, is_wrong):
+    weight, plain = random_weight(form, 32, 4 * GROUP, torch.Generator().manual_seed(0), in_blocks=True)
     product = GPUProduct([weight], None, torch.bfloat16)
-    product.scale(by_torch={False: True})
-    plain = weight.tensors[0].view(torch.float8_e4m3fn).float() * weight.tensors[1].T
+    product.scale(by_torch={False: True, True: True})
     monkeypatch.setattr(GPUWeight, "_dequantize", lambda _, x, bias, out: out.copy_(x.float() @ plain.T))
-    measured_tiles.choose([product], torch.bfloat16)
-    assert weight.is_scaled and weight.is_by_torch != is_wrong
+    monkeypatch.setattr(scaled, "quantize", lambda x: scaled.Quantized(*scaled._groups(x)))  # without Triton
+    if is_wrong:
+        monkeypatch.setattr(
+            torch, "_scaled_mm", lambda x, w, **options: emulated(x, w, **options).mul_(1.0 + torch.eye(32)[0])
+        )
+    assert measured_tiles.choose([product], torch.bfloat16) != is_wrong
+    assert weight.is_scaled and weight.is_by_torch != is_wrong and len(calls) == 1
+
+
+def test_parts_that_are_not_in_fp8_stay_as_they_are_if_torchs_product_is_wrong(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    parts = [random_weight(form, 32, GROUP, draw)[0] for form in (Form(8), Form(8, is_float=True))]
+    product = GPUProduct(parts, None, torch.bfloat16)
+    product.scale(by_torch={False: True})
+    monkeypatch.setattr(measured_tiles, "_is_right", lambda *_: False)
+    assert not measured_tiles.choose([product], torch.bfloat16)
+    assert [(part.is_scaled, part.is_by_torch) for part in parts] == [(False, False), (True, False)]
+
+
+def test_tiles_of_weights_in_fp8_go_to_such_weights_alone():
+    draw, form = torch.Generator().manual_seed(0), Form(8, GROUP, is_float=True)
+    products = [
+        GPUProduct([random_weight(form, 256, GROUP, draw, in_blocks=each)[0]], None, torch.bfloat16)
+        for each in (True, False)
+    ]
+    for product in products:
+        product.scale(by_torch={True: False})
+    assert products[0].kind != products[1].kind
+
+
+def test_padding_is_written_behind_the_result_and_not_copied(monkeypatch):
+    monkeypatch.setattr(scaled, "quantize", lambda x: scaled.Quantized(*scaled._groups(x)))  # without Triton
+    weight, _ = random_weight(
+        Form(8, GROUP, is_float=True), 32, 4 * GROUP, torch.Generator().manual_seed(0), in_blocks=True
+    )
+    weight.scale(by_torch=True)
+    weight.is_biased = False
+    x = torch.randn(19, 4 * GROUP).bfloat16()
+    room, apart = torch.empty(scaled.padded(19), 32, dtype=torch.bfloat16), torch.empty(19, 48, dtype=torch.bfloat16)
+    found = []
+    for out in (room[:19], apart[:, :32]):
+        weight._multiply_by_torch(x, torch.zeros(32), out)
+        found.append(out)
+    assert (
+        torch.equal(*found) and written[0] == room.data_ptr() and written[1] not in (room.data_ptr(), apart.data_ptr())
+    )
 
 
 @pytest.mark.parametrize("is_blocked", [False, True])

@@ -94,17 +94,15 @@ def multiply(
     is_row, is_token = n < rows, m < tokens
     # A part takes TOGETHER slices at a time.
     share = tl.cdiv(tl.cdiv(slices, parts), TOGETHER) * TOGETHER
-    row_step = slices * SLICE if FLOAT else STEP
-    slice_step = SLICE if FLOAT else rows * STEP
     if DEPENDENT:
         if not FAN and FLOAT:
             byte = part * share * SLICE + LINE * tl.arange(0, AHEAD * SLICE // LINE)
-            line = tl.minimum(n, rows - 1).to(tl.int64)[:, None] * row_step
-            prefetch(numbers_ptr + line + tl.minimum(byte, row_step - 1)[None, :])
+            line = tl.minimum(n, rows - 1).to(tl.int64)[:, None] * (slices * SLICE)
+            prefetch(numbers_ptr + line + tl.minimum(byte, slices * SLICE - 1)[None, :])
         elif not FAN:
             ahead = tl.minimum(part * share + tl.arange(0, AHEAD), slices - 1).to(tl.int64)
             byte = tl.program_id(0) * (ROWS * STEP) + LINE * tl.arange(0, ROWS * STEP // LINE)
-            prefetch(numbers_ptr + ahead[:, None] * slice_step + tl.minimum(byte, slice_step - 1)[None, :])
+            prefetch(numbers_ptr + ahead[:, None] * rows * STEP + tl.minimum(byte, rows * STEP - 1)[None, :])
         gdc_wait()
         gdc_launch_dependents()
     source = m
@@ -125,8 +123,11 @@ def multiply(
     n_at, is_row_at = tl.expand_dims(n, IN), tl.expand_dims(is_row, IN)
     m_at, is_token_at = tl.expand_dims(m, OUT).to(tl.int64), tl.expand_dims(is_token, OUT)
     x_at = x_ptr + tl.expand_dims(source, OUT).to(tl.int64) * x_token + tl.expand_dims(k, IN)
-    line_at = n_at.to(tl.int64) * row_step if FLOAT else n_at * row_step  # a slice is small
-    stored_at = numbers_ptr + (part * share).to(tl.int64) * slice_step + line_at + tl.expand_dims(k, OUT)
+    if FLOAT:
+        line_at = numbers_ptr + n_at.to(tl.int64) * (slices * SLICE)
+        stored_at = line_at + part * share * SLICE + tl.expand_dims(k, OUT)
+    else:
+        stored_at = numbers_ptr + (part * share).to(tl.int64) * rows * STEP + n_at * STEP + tl.expand_dims(k, OUT)
     total = tl.zeros([ROWS, TOKENS] if TURNED else [TOKENS, ROWS], tl.float32)
     for first in tl.range(part * share, tl.minimum(part * share + share, slices), TOGETHER, num_stages=STAGES):
         for each in tl.static_range(TOGETHER):
@@ -135,7 +136,7 @@ def multiply(
             if TOGETHER > 1:
                 is_there = is_row & (index + 0 * n < slices)  # the interpreter needs a tensor
             stored = tl.load(stored_at, mask=tl.expand_dims(is_there, IN), other=0)
-            stored_at += slice_step
+            stored_at += SLICE if FLOAT else rows * STEP
             for half in tl.static_range(HALVES):
                 column = index * SLICE + half * STEP
                 is_number = is_token_at & tl.expand_dims(column + k < columns, IN)
