@@ -242,19 +242,7 @@ class GPUWeight:
             numbers = scaled.quantize_rows(x)
             out.copy_(scaled.product_of_rows(numbers, self._float8, self._scales[0], bias))
             return
-        rows = scaled.padded(len(x))
-        # The padding's results are stored behind those of x, if the caller has room for them.
-        has_room = (
-            out.is_contiguous()
-            and out.storage_offset() == 0
-            and out.untyped_storage().nbytes() >= (rows * self.rows * out.itemsize)
-        )
-        whole = out.as_strided((rows, self.rows), (self.rows, 1)) if has_room else out.new_empty(rows, self.rows)
-        scaled.product(scaled.quantize(x), self._float8, self._blocks, whole)
-        if self.is_biased:
-            whole += bias
-        if not has_room:
-            out.copy_(whole[: len(x)])
+        scaled.multiply_by_torch(x, self._float8, self._blocks, bias if self.is_biased else None, out)
 
     def _run(
         self, x: Tensor, bias: Tensor, out: Tensor, tile: Tile, *, tiles: int, parts: int, routed: Routed | None = None

@@ -107,6 +107,22 @@ def product(x: Quantized, weight: Tensor, blocks: Tensor, out: Tensor) -> None:
     torch._scaled_mm(x.numbers, weight.t(), scale_a=x.scales.t(), scale_b=blocks.t(), out_dtype=torch.bfloat16, out=out)
 
 
+def multiply_by_torch(x: Tensor, weight: Tensor, blocks: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write x @ weight.T + bias to out [tokens, rows], of which only rows must be contiguous; see `product`.
+
+    The padding's results are stored behind those of x in the memory of a contiguous out, if that has room for them.
+    """
+    shape = padded(len(x)), len(weight)
+    has_room = out.is_contiguous() and out.storage_offset() == 0
+    has_room = has_room and out.untyped_storage().nbytes() >= math.prod(shape) * out.itemsize
+    whole = out.as_strided(shape, (len(weight), 1)) if has_room else out.new_empty(shape)
+    product(quantize(x), weight, blocks, whole)
+    if bias is not None:
+        whole += bias
+    if not has_room:
+        out.copy_(whole[: len(x)])
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x: [rows, columns] in fp8, and its scales [rows, 1] in float32. The largest number of a row is exact."""
     x = x.float()
