@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.kernels.gpu import scaled as kernels
 from engine.models import measured_tiles, scaled
 from engine.models.gpu_form import Form
 from engine.models.gpu_tiles import MOST_ROWS, TILES
@@ -21,6 +22,10 @@ from tests.engine.test_scaled import calls, emulated, error
 prepare()
 GROUP = scaled.GROUP
 BLOCKS, ROWS = Form(8, GROUP, is_float=True), Form(8, is_float=True)
+
+
+def test_kernels_have_the_constants_of_their_launches():
+    assert (kernels.GROUP.value, kernels.LARGEST.value) == (GROUP, scaled.LARGEST)
 
 
 def groups(x: torch.Tensor) -> torch.Tensor:
