@@ -20,6 +20,7 @@ class Form:
     has_zeros: bool = False  # zero points, one for each scale; else they are in the middle
     is_float: bool = False  # E4M3
     scale: torch.dtype = torch.float32
+    weights_only: bool = False  # products have no activations in fp8
 
     @property
     def slice(self) -> int:

@@ -65,7 +65,7 @@ class GPUWeight:
     def may_scale(self) -> bool:
         """Whether x can be in fp8, too, if the scales are those of blocks: see scaled.py."""
         form = self.form
-        if not form.is_float or self._scales.dtype != torch.float32 or self.order is not None:
+        if not form.is_float or form.weights_only or self._scales.dtype != torch.float32 or self.order is not None:
             return False
         return form.group in (0, scaled.GROUP) and not (self.rows % scaled.MULTIPLE or self.columns % scaled.GROUP)
 

@@ -36,6 +36,7 @@ class Scheme:
     rows: int | None = 1  # that share a scale; None: all
     columns: int | None = None
     zeros_less_one: bool = False  # whether one must be added to the stored zero points
+    weights_only: bool = False  # the checkpoint was made for products whose activations are not rounded
 
     @property
     def middle(self) -> int:
@@ -188,7 +189,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Callable[[str], Scheme | No
         stored = group.get("format") or found.get("format")
         if stored not in FORMATS:
             raise _refused("compressed-tensors", f"the format {_shown(stored)}; {', '.join(FORMATS)} are supported")
-        scheme = _scheme(group.get("weights"))
+        scheme = _scheme(group.get("weights"), weights_only=group.get("input_activations") is None)
         targets = _names(group, "targets")
         if "Linear" in targets:
             general = scheme
@@ -213,7 +214,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Callable[[str], Scheme | None]]
 }
 
 
-def _scheme(weights: object) -> Scheme | None:
+def _scheme(weights: object, *, weights_only: bool) -> Scheme | None:
     """Return the scheme of `weights` in a group of compressed-tensors; None: only activations are quantized."""
     if weights is None:
         return None
@@ -246,6 +247,7 @@ def _scheme(weights: object) -> Scheme | None:
         symmetric=weights.get("symmetric", True) is True,
         rows=rows,
         columns=columns,
+        weights_only=weights_only,
     )
 
 

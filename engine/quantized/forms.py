@@ -16,5 +16,5 @@ def form_of(scheme: Scheme, columns: int) -> Form | None:
     if scheme.is_float and scheme.bits == 4:  # as integers, see layouts.INTEGERS
         return Form(8, group)
     if scheme.is_float:
-        return Form(8, group, is_float=True)
+        return Form(8, group, is_float=True, weights_only=scheme.weights_only)
     return Form(scheme.bits, group, has_zeros=not scheme.symmetric, scale=torch.float16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from engine.kernels.library import choose
 from engine.models.decoder import Decoder
 from engine.models.fused import Fused
 from engine.quantized.config import parse
+from engine.quantized.forms import form_of
 from engine.quantized.layouts import LAYOUTS
 from tests.engine.test_exact import serve
 from tests.engine.test_kernels import CPU, needs_library
@@ -215,6 +217,27 @@ def test_groups_of_compressed_tensors_have_schemes_of_their_own(tmp_path):
     model = load(tmp_path)
     assert model.spec.in_blocks == {"Q4_0": 2 * (256 * 512 + 256 * 256 + 256 * 768), "Q8_0": 2 * 256 * 384}
     assert error(model, reference) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "method, activations, weights_only",
+    [
+        ("compressed-tensors", None, True),
+        ("compressed-tensors", {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, False),
+        ("fp8", None, False),
+        ("fbgemm_fp8", None, False),
+    ],
+)
+def test_activations_stay_in_16_bits_on_a_gpu_if_a_checkpoint_in_fp8_names_weights_alone(
+    method, activations, weights_only
+):
+    found = copy.deepcopy(fp8("channel", method).config)
+    if method == "compressed-tensors":
+        found["config_groups"]["group_0"]["input_activations"] = activations
+    scheme = parse(found).scheme("model.layers.0.mlp.up_proj.weight")
+    assert scheme is not None
+    form = form_of(scheme, 256)
+    assert form is not None and form.is_float and form.weights_only == weights_only
 
 
 @needs_library

@@ -75,7 +75,16 @@ def test_torch_multiplies_many_rows_by_a_weight_with_a_scale_per_row(rows, colum
     assert calls == [(len(x), rows)]
 
 
-@pytest.mark.parametrize("form", [Form(8), Form(8, 64, is_float=True), Form(8, is_float=True), Form(4, 32)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(8),
+        Form(8, 64, is_float=True),
+        Form(8, is_float=True, weights_only=True),
+        Form(8, is_float=True),
+        Form(4, 32),
+    ],
+)
 @pytest.mark.parametrize(
     "rows, columns, options", [(32, 128, {}), (33, 128, {}), (32, 72, {}), (32, 128, {"wide": True})]
 )
