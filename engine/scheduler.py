@@ -135,7 +135,7 @@ class Scheduler:
         left = self._serve_running(chosen, share, queue)
         if left is None:
             return None
-        # A preempted sequence is first in the queue; none may pass it.
+        # A sequence that was just preempted is first in the queue, or among those of its priority: none may pass it.
         budget = self._admit(chosen, left, share) if self.counters.preempted == preempted else left
         if num_prompts or budget != left:
             self._top_up(chosen, budget)
@@ -203,7 +203,7 @@ class Scheduler:
         others = keeps * len(queue)
         for seq in tuple(queue):
             others -= keeps
-            # Nearly always the last token alone; without any, one that a step in flight samples may be left.
+            # Nearly always one, the last token; if none, a token that a step in flight samples may remain.
             count, room = len(seq.tokens) - seq.start or seq.remaining, budget - others
             if count <= 0 or room <= 0 or seq.status is not RUNNING:
                 continue
@@ -424,7 +424,7 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Raise AssertionError if the state is inconsistent; used by tests, the simulator and the idle loop."""
+        """Raise AssertionError if the state is inconsistent; used by tests, the simulator and a loop in debug mode."""
         self.cache.check(self.running)
         waiting = list(self.waiting)
         assert len(self.by_id) == len(waiting) + len(self.running), "a sequence is in no list or in two"

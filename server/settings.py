@@ -166,7 +166,9 @@ class Settings(BaseModel):
         None, "number of KV cache blocks, instead of as many as fit into memory", "N"
     )
     block_size: int = _engine(16, "tokens per KV cache block", "TOKENS", ge=1, le=1024)
-    threads: int | None = _engine(None, "number of torch threads on CPU (default: torch's choice)", "N", ge=1, le=1024)
+    threads: int | None = _engine(
+        None, "number of torch threads on CPU (default: torch's choice; 1 for models below 64 MiB)", "N", ge=1, le=1024
+    )
     seed: int | None = _engine(
         None, "makes the sampling of requests that send no seed repeatable", "SEED", ge=0, le=2**64 - 1
     )
@@ -201,7 +203,11 @@ class Settings(BaseModel):
     webui: bool = _http(True, "serve a chat page at /; without it / redirects to the API page at /docs")
 
     max_num_queued_reqs: int = _limits(
-        256, "maximum sequences in the queue; beyond it requests get a 503", "N", ge=1, le=2**20
+        256,
+        "maximum sequences in the queue; beyond it requests get a 503, beyond a caller's share a 429",
+        "N",
+        ge=1,
+        le=2**20,
     )
     max_body_bytes: Annotated[Bytes, Field(ge=1024, le=2**30)] = _limits(
         8 << 20, "maximum size of a request body, such as 8MiB", "SIZE"

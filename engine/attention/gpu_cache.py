@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     keys: int  # that are multiplied at once
     warps: int
     stages: int  # of the loop over keys; the ids of blocks take two of them
-    is_early: bool = False  # keys and values come to the cache before the kernel before has ended
+    is_early: bool = False  # keys and values are prefetched before the preceding kernel has ended
     # With BRANCH or LOOP the keys that all queries see are not masked: a branch decides, or they have a loop.
     skips: int = 0
 

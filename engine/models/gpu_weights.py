@@ -53,7 +53,7 @@ class GPUWeight:
         self._scales = torch.zeros(groups, rows, dtype=form.scale, device=device)
         self._zeros = torch.zeros(groups, rows, dtype=form.dtype, device=device) if form.has_zeros else None
         self._parts = max(1, min(PROGRAMS // -(-rows // PART_ROWS), self._slices // MIN_SLICES))
-        # Of as many tiles as a product in parts has, see scaled.CANDIDATES for the larger number.
+        # One for each tile of a product in parts; scaled.CANDIDATES has those with the most tiles.
         counters = max(-(-rows // LEAST_ROWS), -(-rows // TILE_ROWS) * (MOST_ROWS // TILE_TOKENS))
         self._arrived = torch.zeros(counters, dtype=torch.int32, device=device)
         self._is_scaled = self._is_by_torch = self._is_uniform = False
@@ -144,7 +144,7 @@ class GPUWeight:
     def multiply(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
         """Write x @ weight.T + bias to out [tokens, rows], of which only rows must be contiguous.
 
-        If `is_by_torch`, what is behind a contiguous out in its memory is overwritten, up to scaled.padded rows.
+        If `is_by_torch`, the memory after a contiguous out is overwritten, up to scaled.padded rows.
         """
         if self.order is not None:
             x = x.index_select(1, self.order)
@@ -323,7 +323,7 @@ class GPUProduct:
         activation: str = "",
         norm: RMSNorm | None = None,
     ) -> Tensor:
-        """Return the product of a single row, or with an `activation` what is behind the gate; `residual`: the result
+        """Return the product of a single row, or with an `activation` the gate's output; `residual`: the result
         is added to it in place. `norm`: of x, before the product, see single.takes."""
         out = residual
         if out is None:

@@ -34,9 +34,9 @@ Parts = tuple[ModelSpec, Linear, Sequence[Layer], Sequence[Rotary], LayerInputs 
 Chunk = tuple[int, int, int]  # of a step: the sequence, its first token, and the one after its last
 Run = list[list[Chunk]]  # the steps that compute the first sequence, whose tokens are the last ones of each step
 BLOCK = 16  # tokens per block
-# Of the proof: tokens of the sequence that is computed beside the first one, of chunks of that one, and of a chunk
-# beside one of its decodes. So steps have all numbers of rows for which products have tiles of their own, see
-# skinny.UNIFORM, and decodes are alone, among few tokens and among many.
+# Numbers of tokens in the proof: of the sequence that is computed beside the first one, of the first one's chunks, and
+# of a chunk beside one of its decodes. Together they cover each range of rows for which products have a tile of their
+# own, see skinny.UNIFORM, and decodes alone, among few tokens and among many.
 OTHERS = 240
 CHUNKS = 3, 20, 90, 190
 BESIDE = FEW_ROWS + 2
@@ -121,7 +121,7 @@ def _first_of_each_kind(parts: Parts) -> list[Layer]:
 
 
 def _runs(parts: Parts, layer: Layer) -> Iterator[list[Tensor]]:
-    """Yield the hidden states of one sequence behind a layer, in pieces: as one chunk, beside another sequence, and as
+    """Yield the hidden states of one sequence after a layer, in pieces: as one chunk, beside another sequence, and as
     several steps."""
     model, embedding, layers, rotaries, inputs = parts
     device = embedding.weight.device

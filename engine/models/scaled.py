@@ -55,7 +55,7 @@ class Stored(NamedTuple):
 
 
 # By the largest number of rows of x. On an H200 each of them is the fastest for some weight, or nearly so. With few
-# rows torch is as fast at best, and the kernel after it begins when it has ended.
+# rows torch is at best as fast, and the next kernel starts only when torch's has ended.
 CANDIDATES: dict[int, tuple[Narrow | ByTorch, ...]] = {
     16: (Narrow(16, 64, 4, 4, 4), Narrow(16, 64, 4, 4, 2), Narrow(16, 128, 4, 4)),
     32: (Narrow(32, 64, 4, 4, 4), Narrow(32, 64, 4, 4, 2), Narrow(32, 128, 4, 4)),
@@ -110,7 +110,7 @@ def product(x: Quantized, weight: Tensor, blocks: Tensor, out: Tensor) -> None:
 def multiply_by_torch(x: Tensor, weight: Tensor, blocks: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write x @ weight.T + bias to out [tokens, rows], of which only rows must be contiguous; see `product`.
 
-    The padding's results are stored behind those of x in the memory of a contiguous out, if that has room for them.
+    The padding's results are stored after those of x in the memory of a contiguous out, if that has room for them.
     """
     shape = padded(len(x)), len(weight)
     has_room = out.is_contiguous() and out.storage_offset() == 0

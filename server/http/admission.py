@@ -165,7 +165,7 @@ class Limits:
         self.tokens.acquire(caller.flow, tokens, caller.weight)
 
     def _check(self, shares: FairShares, caller: Caller, amount: int, reason: str, unit: str) -> None:
-        """Raise 503 or 429 if an amount does not fit. The first one always does: the engine has limits of its own."""
+        """Raise 503 or 429 if an amount does not fit. The first one always fits: the engine has limits of its own."""
         held = shares.of(caller.flow)
         if shares.open and not shares.fits(amount):
             raise self.refuse(reason, f"The server holds as many {unit} as it can.")

@@ -6,8 +6,8 @@ Strides count numbers of the tensor that they belong to. Sums are in float32.
 `attend` computes the softmax online as in Dao 2023, "FlashAttention-2". Its programs take work items from a list that
 the host makes, because it knows the length of every row. A row of one query is split over its context into parts of one
 size; the program that finishes the last part adds all of them up in their order. So the result of a row depends on the
-other rows of a step only as far as their number decides that size, see gpu_plan.py, and the kernel's constants, see
-attend_shape.
+other rows of a step only as far as they decide that size (their number, and contexts of more than 65,536 tokens, see
+gpu_plan.py) and the kernel's constants, see attend_shape.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 ITEM = tl.constexpr(8)
 LINE = tl.constexpr(64)  # numbers of 16 bits in a line of the cache
 EQUAL = tl.constexpr(16)  # columns of a sum of weights that is computed as a product: the fewest that one has
-AHEAD = tl.constexpr(8)  # blocks of a part whose keys and values come to the cache before
+AHEAD = tl.constexpr(8)  # blocks of a part whose keys and values are prefetched
 
 
 @triton.jit
@@ -195,8 +195,8 @@ def attend(
     height of a tile. UNIFORM: without PARTED an item's context is in parts, too, which are added up as those of several
     items are, so that a token's sums have one order whatever its row is. SKIP: the keys of tiles that all queries see
     are not masked, which changes no result: with 1 a branch decides, with 2 they have a loop of their own. WIDEN:
-    multiply in float32, as the interpreter must. NEAR: a power of two, the lines of 64 numbers of a head's share of a
-    block, which come to the cache before; 0: they do not. DEPENDENT as in skinny.multiply.
+    multiply in float32, as the interpreter must. NEAR: a power of two, the number of lines of 64 numbers in a head's
+    share of a block, which are prefetched; 0: they are not. DEPENDENT as in skinny.multiply.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0)  # first, so that programs without items start after those that have one
@@ -204,8 +204,8 @@ def attend(
     table_row = tl.load(work_ptr + 1)
     split = tl.load(work_ptr + 2)
     if DEPENDENT:
-        # The step's inputs were there before its first kernel began: those of the first item come to the cache while
-        # this one waits.
+        # The step's inputs were there before its first kernel began: those of the first item are prefetched while this
+        # one waits.
         if tl.program_id(1) < count:
             ahead = work_ptr + (tl.program_id(1) + 1) * ITEM
             row = tl.load(ahead)

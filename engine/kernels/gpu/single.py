@@ -1,8 +1,9 @@
 """Triton kernels for products of a single row: x @ weight.T, with the norm before it and what comes after it.
 
 Matrix units would multiply fifteen rows of zeros as well, and their operands go through shared memory. Here a thread
-multiplies what it has loaded itself. So a program has all of its weights under way at once, and those of plain weights
-before the kernel that computes x has ended. Every program computes the norm of x, which takes less time than a launch.
+multiplies what it has loaded itself. A program begins to load weights before the kernel that computes x has ended: all
+plain ones, or of quantized ones the first tile. Every program computes the norm of x, which takes less time than a
+launch.
 
 The order of a sum depends on the weight's size and on the constants, and is not that of other kernels.
 """

@@ -96,7 +96,7 @@ def multiply(
             begin = tl.program_id(2) * share
             end = tl.minimum(begin + share, columns)
     if DEPENDENT:
-        # The weight is no result of a kernel before: its first columns come to the cache while this kernel waits.
+        # The weight is not a result of an earlier kernel: its first columns are prefetched while this kernel waits.
         if not FAN:  # then it is not known yet which weight it is
             ahead = weight_ptr + tl.minimum(n, rows - 1).to(tl.int64) * columns + begin
             prefetch(ahead[:, None] + tl.minimum(LINE * tl.arange(0, AHEAD), columns - 1 - begin)[None, :])
