@@ -16,7 +16,7 @@ from ..http.fields import clash
 from ..state import AppState
 from ..tokenization.renderer import SWITCHES
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def check_choice(choice: Any, chosen: Collection[str], names: Collection[str]) -> None:

@@ -160,6 +160,23 @@ def turns(system: str | list[TextBlock] | None, messages: list[Turn]) -> list[Js
     return made
 
 
+def with_last_thinking(messages: list[Turn], count: int) -> list[Turn]:
+    """Return the conversation with the thinking of the model's last `count` turns alone. A turn ends where the user
+    says something; the results of tools do not end it."""
+    made, kept, has_thinking = list(messages), 0, False
+    for index in reversed(range(len(made))):
+        message = made[index]
+        if not isinstance(message, AssistantTurn):
+            is_said = any(not isinstance(part, ToolResultBlock) for part in blocks(message))
+            kept, has_thinking = kept + (has_thinking and is_said), has_thinking and not is_said
+        elif any(isinstance(part, ThinkingBlock) for part in blocks(message)):
+            has_thinking = True
+            if kept >= count:
+                rest = [part for part in blocks(message) if not isinstance(part, ThinkingBlock)]
+                made[index] = message.model_copy(update={"content": rest})
+    return made
+
+
 def blocks(message: UserTurn | AssistantTurn | SystemTurn) -> list[Block]:
     """Return the parts of a message.
 

@@ -18,10 +18,7 @@ from ..conversation import thinking_variables
 from ..response_format import Schema, StructuredOutputs, of_outputs
 from ..sampling import MAX_INT, Count, GenerationFields, ModelName, StopTexts, Text
 from ..tools import MAX_TOOLS
-from .content import AssistantTurn, Messages, TextBlock, ToolName, ToolUseBlock, turns
-
-# Claude Code sends this with every request; it has no effect here.
-KEEP_THINKING = [{"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"})]
+from .content import AssistantTurn, Messages, TextBlock, ToolName, ToolUseBlock, turns, with_last_thinking
 
 # Tools that Anthropic runs, or whose schemas only its models know.
 BUILT_IN_TOOLS = """
@@ -131,6 +128,44 @@ class OutputConfig(Wire):
     unsupported: ClassVar[dict[str, Refused]] = {"task_budget": refused()}
 
 
+class KeepThinking(Wire):
+    """How much earlier thinking the prompt contains."""
+
+    type: Literal["all", "thinking_turns"]
+    """all: that of every turn; thinking_turns: that of the last turns."""
+    value: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    """The number of turns of the model whose thinking stays; absent: one."""
+
+
+class ClearThinking(Wire):
+    """Leaves the thinking of earlier turns out of the prompt."""
+
+    type: Literal["clear_thinking_20251015"]
+    """The only kind of edit."""
+    keep: KeepThinking | Literal["all"] | None = None
+    """What stays; absent: the thinking of the model's last turn."""
+
+    @property
+    def turns(self) -> int | None:
+        """The number of turns whose thinking stays; None: all."""
+        if isinstance(self.keep, str) or (self.keep and self.keep.type == "all"):
+            return None
+        return (self.keep and self.keep.value) or 1
+
+
+class ContextManagement(Wire):
+    """What is left out of a long conversation."""
+
+    edits: (
+        Annotated[
+            list[Annotated[ClearThinking, RefusedKinds("type", ("clear_tool_uses_20250919", "compact_20260112"))]],
+            Field(max_length=16, fail_fast=True),
+        ]
+        | None
+    ) = None
+    """Edits of the conversation; it stays as it is in the client."""
+
+
 class MessagesPrompt(Wire):
     """The fields that make the prompt, which messages and count_tokens share."""
 
@@ -165,14 +200,13 @@ class MessagesPrompt(Wire):
     out of the response."""
     output_config: OutputConfig | None = None
     """The reasoning effort and the format of the output."""
+    context_management: ContextManagement | None = None
+    """What is left out of the prompt."""
 
     cache_control: Annotated[CacheMark | None, LABEL, notes.CACHE] = None
     unsupported: ClassVar[dict[str, Refused]] = {
         "billing_policy": refused(),
         "compaction": refused(),
-        "context_management": refused(
-            {}, {"edits": []}, *KEEP_THINKING, hint="shorten the conversation before it is sent"
-        ),
         "mcp_servers": refused([]),
         "speed": refused("standard"),
     }
@@ -204,7 +238,9 @@ class MessagesPrompt(Wire):
 
     @property
     def prompt_source(self) -> ConversationPrompt:
-        own = turns(self.system, self.messages)
+        edits = self.context_management.edits if self.context_management else None
+        kept = min((edit.turns for edit in edits or () if edit.turns is not None), default=None)
+        own = turns(self.system, self.messages if kept is None else with_last_thinking(self.messages, kept))
         return ConversationPrompt(own, self.render_options, self.calling, self.thinks, self.thinking_budget)
 
     @property

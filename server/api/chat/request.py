@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec.structs import replace
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ...generation.output import Json
@@ -127,7 +127,7 @@ class AssistantMessage(Wire):
 
     role: Literal["assistant"]
     content: Content | None = None
-    """Part of the prompt; may be absent only with tool_calls."""
+    """Part of the prompt; absent or null: empty, as some clients store a turn that ended after its reasoning."""
     name: Annotated[Name | None, notes.FOR_TEMPLATE] = None
     reasoning_content: Annotated[Text | None, notes.THOUGHT] = None
     reasoning: Text | None = None
@@ -147,12 +147,10 @@ class AssistantMessage(Wire):
     """Accepted: the parsed content, which `.parse()` of OpenAI's SDK adds."""
     provider_specific_fields: Annotated[Any, LABEL, Field(exclude=True)] = None
     """Accepted: LiteLLM puts fields there that are not OpenAI's."""
-
-    @model_validator(mode="after")
-    def _says_something(self) -> AssistantMessage:
-        if self.content is None and not self.tool_calls:
-            raise clash("an assistant message needs content or tool_calls")
-        return self
+    cot_id: Annotated[Any, LABEL, Field(exclude=True)] = None
+    """Accepted: VS Code's id of the reasoning."""
+    cot_summary: Annotated[Any, LABEL, Field(exclude=True)] = None
+    """Accepted: VS Code repeats the reasoning here."""
 
 
 class ToolMessage(Wire):
@@ -222,14 +220,28 @@ Metadata = Annotated[
 ]
 
 
+class CacheOptions(Wire):
+    """How OpenAI's server is to cache the prompt."""
+
+    mode: Annotated[Literal["implicit", "explicit"] | None, LABEL, notes.CACHE] = None
+    ttl: Annotated[Name | None, LABEL] = None
+    """Accepted: cached prefixes stay until their memory is needed."""
+    comparison_response_id: Annotated[Name | None, LABEL] = None
+    """Accepted: there are no diagnostics of the cache."""
+    unsupported: ClassVar[dict[str, Refused]] = {"prewarm": refused(False)}
+
+
 class Labels(Wire):
     """Fields of chat completions and responses that only OpenAI's own server uses."""
 
     metadata: Annotated[Metadata | None, LABEL] = None
     """Accepted, and part of the response."""
     prompt_cache_key: Annotated[Name | None, LABEL, notes.CACHE] = None
+    prompt_cache_options: Annotated[CacheOptions | None, LABEL, notes.CACHE] = None
     safety_identifier: Annotated[Name | None, LABEL, notes.ACCOUNTING] = None
-    service_tier: Annotated[Literal["auto", "default", "flex", "priority", "scale"] | None, LABEL] = None
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"] | None, LABEL
+    ] = None
     """There is one tier; the response says default."""
 
 
@@ -290,6 +302,8 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, FormatFields):
     include_reasoning: bool | None = None
     """false: the response does not contain its reasoning, which is still generated and counted."""
     thinking_token_budget: Annotated[Annotated[int, Field(ge=-1, le=MAX_INT)] | None, notes.REASONING_BUDGET] = None
+    thinking_budget: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """thinking_token_budget, under the name of Qwen's own API."""
 
     store: Annotated[bool | None, LABEL] = None
     """Accepted: nothing is stored."""
@@ -305,7 +319,6 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, FormatFields):
         "functions": refused([], hint="send tools instead"),
         "modalities": refused(["text"]),
         "moderation": refused(),
-        "prompt_cache_options": refused({}),
         "prompt_cache_retention": refused("in_memory", "in-memory", "24h"),
         "mm_processor_kwargs": refused({}),
         "media_io_kwargs": refused({}),
@@ -314,12 +327,13 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, FormatFields):
     }
 
     _one_limit = field_validator("max_completion_tokens")(same_as("max_tokens"))
+    _one_budget = field_validator("thinking_budget")(same_as("thinking_token_budget"))
     _with_logprobs = field_validator("top_logprobs")(only_with("logprobs"))
 
     @property
     def prompt_source(self) -> ConversationPrompt:
         turns = as_dicts(self.messages)
-        return ConversationPrompt(turns, self.render_options, self.calling, self.thinks, self.thinking_budget)
+        return ConversationPrompt(turns, self.render_options, self.calling, self.thinks, self.budget)
 
     def resolve(self) -> GenerationRequest:
         request = replace(super().resolve(), prompt_field="messages", num_logprobs=self.num_logprobs)
@@ -345,9 +359,11 @@ class ChatRequest(TemplateOptions, ToolChoiceFields, Labels, FormatFields):
         return is_thinking(own, self.enable_thinking, switched, enabled, by_effort(self.effort))
 
     @property
-    def thinking_budget(self) -> tuple[str, int] | None:
-        if self.thinking_token_budget is not None:
-            return "thinking_token_budget", self.thinking_token_budget
+    def budget(self) -> tuple[str, int] | None:
+        """The field that limits the reasoning, and its value."""
+        for name in ("thinking_token_budget", "thinking_budget"):
+            if (budget := getattr(self, name)) is not None:
+                return name, budget
         if self.reasoning and self.reasoning.max_tokens is not None:
             return "reasoning.max_tokens", self.reasoning.max_tokens
         if self.thinking and self.thinking.budget_tokens is not None:
@@ -369,6 +385,8 @@ def as_dicts(messages: list[Message]) -> list[Json]:
     """Return messages as chat templates read them."""
     turns = [message.model_dump(exclude_none=True) for message in messages]
     for turn in turns:
+        if turn["role"] == "assistant" and "tool_calls" not in turn:
+            turn.setdefault("content", "")  # which templates add to texts
         details = turn.pop("reasoning_details", ())
         if details and not ("reasoning" in turn or "reasoning_content" in turn):
             texts = (detail.get("text") or detail.get("summary") for detail in details)

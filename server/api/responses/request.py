@@ -16,7 +16,7 @@ from ...http.fields import LABEL, Refused, Wire, clash, refused
 from ...http.openapi import examples
 from ...tokenization.encoder import RenderOptions
 from .. import notes
-from ..chat.request import Labels, Metadata, TemplateKwargs
+from ..chat.request import Labels, TemplateKwargs
 from ..conversation import Effort, by_effort, calling_of, check_choice, is_thinking, thinking_variables
 from ..response_format import ANY_OBJECT, JsonObjectFormat, NamedSchema, StructuredOutputs, TextFormat, of_outputs
 from ..sampling import MAX_INT, MAX_LOGPROBS, Count, GenerationFields, Limit, Stop, Text, User, listed, only_with
@@ -36,6 +36,8 @@ Included = Literal[
     "web_search_call.results",
 ]
 Summary = Literal["auto", "concise", "detailed", "none"]
+# Codex puts a JSON object of any size into one of the values.
+ClientMetadata = Annotated[dict[Annotated[str, Field(max_length=64)], Text], Field(max_length=64)]
 
 
 class FlatSchemaFormat(NamedSchema):
@@ -129,7 +131,7 @@ class ResponsesRequest(Labels, GenerationFields):
     max_tool_calls: Annotated[Count | None, LABEL] = None
     """Accepted: it limits calls of built-in tools, which this server does not have."""
     user: User = None
-    client_metadata: Annotated[Metadata | None, LABEL, notes.ACCOUNTING] = None
+    client_metadata: Annotated[ClientMetadata | None, LABEL, notes.ACCOUNTING] = None
     truncation: Annotated[Literal["auto", "disabled"] | None, LABEL] = None
     """Accepted: the input is never truncated; a prompt that is too long is a 400."""
 
@@ -141,7 +143,6 @@ class ResponsesRequest(Labels, GenerationFields):
         "image": refused({}),
         "moderation": refused(),
         "prompt": refused(hint="send the text itself, as instructions and input"),
-        "prompt_cache_options": refused({}),
         "prompt_cache_retention": refused("in_memory", "in-memory", "24h"),
     }
 

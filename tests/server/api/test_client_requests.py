@@ -7,6 +7,7 @@ use) were recorded, those of the others read in their sources.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,6 +101,13 @@ def chat_applications() -> Iterator[tuple[str, str, str, Json]]:
     yield "anythingllm", "agent", CHAT, {**STREAM, "messages": null, **TOOLS}
     yield "anythingllm", "embeddings", EMBEDDINGS, {"input": ["A whale.", "A ship."], "encoding_format": "base64"}
 
+    yield (
+        "cherry_studio",
+        "thinking",
+        CHAT,
+        {"messages": ASKED, "enable_thinking": True, "thinking_budget": 8192, **STREAM},
+    )
+
     lm_studio = {"messages": ASKED, "temperature": 0.7, "stream": True}
     yield "lm_studio", "chat", CHAT, {**lm_studio, "max_tokens": 100}
     yield "lm_studio", "unlimited", CHAT, {**lm_studio, "max_tokens": -1}
@@ -143,6 +151,14 @@ def editors() -> Iterator[tuple[str, str, str, Json]]:
     ]
     yield "roo", "reasoning details", CHAT, {"messages": detailed, **roo}
 
+    reasoned = {"reasoning": "I look.", "reasoning_content": "I look.", "cot_id": "7b1f", "cot_summary": "I look."}
+    seen = [*ASKED, {"role": "assistant", "content": "I look.", "tool_calls": [CALL], **reasoned}, RESULT]
+    yield "vs_code", "result", CHAT, {"messages": seen, **TOOLS, **STREAM}
+    options = {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}}
+    yield "vs_code", "prompt cache", RESPONSES, {"input": "Look.", "stream": True, **options}
+    silent = [*ASKED, {"role": "assistant", "content": None, "reasoning_content": "I look."}, USER]
+    yield "copilot_cli", "a turn without text", CHAT, {"messages": silent, **TOOLS, **STREAM}
+
     examples = [*ASKED, {"role": "assistant", "content": "Ok."}, USER]
     yield "aider", "chat", CHAT, {"messages": examples, "temperature": 0, "stream": True}
     yield "aider", "commit message", CHAT, {"messages": ASKED, "temperature": 0, "stream": False}
@@ -181,7 +197,9 @@ def codex() -> Iterator[tuple[str, str, str, Json]]:
              "format": {"type": "grammar", "syntax": "lark", "definition": PATCH}}  # fmt: skip
     yield name, "functions alone", RESPONSES, body
     yield name, "result", RESPONSES, {**body, "input": called}
-    yield name, "metadata", RESPONSES, {**body, "client_metadata": {"session_id": "1", "turn_id": "2"}}
+    turn = json.dumps({"installation_id": "0f", "workspaces": {f"/home/ada/src/{n}": {"dirty": n} for n in range(40)}})
+    metadata = {"session_id": "1", "turn_id": "2", "x-codex-turn-metadata": turn}
+    yield name, "metadata", RESPONSES, {**body, "client_metadata": metadata}
     yield name, "namespace", RESPONSES, {**body, "tools": [shell, agents]}
     spoken = [*asked, {**call, "namespace": "multi_agent_v1"}, called[-1]]
     yield name, "call in a namespace", RESPONSES, {**body, "input": spoken}
@@ -192,8 +210,8 @@ def codex() -> Iterator[tuple[str, str, str, Json]]:
         {"type": "custom_tool_call_output", "call_id": "call_2", "name": "apply_patch", "output": "Done."},
     ]
     yield name, "patched", RESPONSES, {**body, "input": [*asked, *patched], "tools": [shell, patch]}
-    high = {**body, "reasoning": {"effort": "high", "summary": "auto"}}
-    yield name, "effort", RESPONSES, high
+    for effort in ("high", "max"):
+        yield name, f"{effort} effort", RESPONSES, {**body, "reasoning": {"effort": effort, "summary": "auto"}}
     detailed = {**body, "reasoning": {"summary": "detailed"}}
     yield name, "summary", RESPONSES, detailed
     yield (
@@ -233,6 +251,8 @@ def claude_code() -> Iterator[tuple[str, str, str, Json]]:
     called = [asked, late, {"role": "assistant", "content": [thinking, use]}, {"role": "user", "content": [result]}]
     yield name, "agent", MESSAGES, {**body, "messages": [asked, late]}
     yield name, "result", MESSAGES, {**body, "messages": called}
+    forgotten = [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}]
+    yield name, "after an hour", MESSAGES, {**body, "messages": called, "context_management": {"edits": forgotten}}
     yield name, "quota", MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": "quota"}], **user}
     shape = {"effort": "high", "format": {"type": "json_schema", "schema": {**title, "additionalProperties": False}}}
     yield (

@@ -104,7 +104,7 @@ async def test_effort_none_reaches_the_template(folder):
     )
 
 
-@pytest.mark.parametrize("effort", ["minimal", "low", "medium", "high", "xhigh"])
+@pytest.mark.parametrize("effort", ["minimal", "low", "medium", "high", "xhigh", "max"])
 async def test_an_effort_only_turns_thinking_on_where_the_template_has_no_levels(folder, effort):
     plain = await prompt(folder, {})
     assert await prompt(folder, {"reasoning_effort": effort}) == plain

@@ -42,8 +42,8 @@ def test_the_table_has_the_kind_of_each_field():
     assert {table[name] for name in ("response_format", "structured_outputs")} == {"effect"}
     assert {table[name] for name in ("temperature", "n", "stop", "messages", "stream_options")} == {"effect"}
     assert {name for name, kind in table.items() if kind == "label"} == {
-        "session_id", "user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store",
-        "prediction", "ttl", "draft_model", "verbosity",
+        "session_id", "user", "metadata", "prompt_cache_key", "prompt_cache_options", "safety_identifier",
+        "service_tier", "store", "prediction", "ttl", "draft_model", "verbosity",
     }  # fmt: skip
     assert {table[name] for name in ("functions", "audio", "web_search_options")} == {"refused"}
 
@@ -155,7 +155,7 @@ CHAT_ONLY = [
     ("messages", [None, [], "hi", [5], [{"role": "user"}], [{"content": "a"}], [{"role": "captain", "content": "a"}],
                   [{"role": "user", "content": None}],
                   [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
-                  [{"role": "user", "content": "a", "colour": 1}], [{"role": "assistant"}],
+                  [{"role": "user", "content": "a", "colour": 1}],
                   [{"role": "tool", "content": "a"}],
                   [{"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f"}}]}],
                   [{"role": "user", "content": "a"}] * 4097]),
@@ -164,7 +164,9 @@ CHAT_ONLY = [
     ("max_tokens", [0]),
     ("max_completion_tokens", [0, "5"]),
     ("metadata", [{"a": 5}, {"a" * 65: "b"}, {"a": "b" * 513}, {str(i): "" for i in range(17)}]),
-    ("service_tier", ["fast", 5]),
+    ("service_tier", ["slow", 5]),
+    ("prompt_cache_options", [5, {"mode": "never"}, {"prewarm": True}, {"colour": 1}]),
+    ("thinking_budget", [-2, "5", 1.5]),
     ("store", [1, "true"]),
     ("thinking", [True, {}, {"type": "maybe"}, {"type": "enabled", "budget_tokens": 0}]),
     ("reasoning", [True, {"effort": "huge"}, {"max_tokens": -1}, {"enabled": 1}]),
@@ -208,6 +210,7 @@ async def test_bad_values_are_refused_by_name(folder, path, field, values):
         (CHAT, {"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage"),
         (CHAT, {"stream_options": {"colour": 1}, "stream": True}, "stream_options.colour"),
         (CHAT, {"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repeat_penalty"),
+        (CHAT, {"thinking_token_budget": 5, "thinking_budget": 6}, "thinking_budget"),
         (CHAT, {"n": 2, "best_of": 1}, "best_of"),
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"max_tokens": 0, "prompt_logprobs": 1}, "max_tokens"),

@@ -61,7 +61,7 @@ from tests.server.wire import ask, saying
         ({"thinking": {"type": "enabled", "budget_tokens": 2}}, "thinking.budget_tokens"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits.0.type"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{"name": "m"}]}, "mcp_servers"),
         ({"colour": "blue"}, "colour"),

@@ -114,7 +114,7 @@ def thinking_token_budget(e):
         return e.ask(**begun, **more)["usage"]["completion_tokens_details"]["reasoning_tokens"]
 
     assert thought() == 40
-    assert thought(thinking_token_budget=5) == 6, "and the mark that ends it"
+    assert thought(thinking_token_budget=5) == thought(thinking_budget=5) == 6, "and the mark that ends it"
     assert thought(thinking_token_budget=-1) == 40
     formed = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": OBJECT}}}
     assert thought(**formed) == 21, "half of the tokens, and the mark"
@@ -269,7 +269,7 @@ EFFECTS = {
         **dict.fromkeys(("thinking", "thinking.type", "thinking.budget_tokens"), thinking),
         **dict.fromkeys(("reasoning", "reasoning.effort", "reasoning.max_tokens"), reasoning),
         **dict.fromkeys(("reasoning.enabled", "reasoning.exclude"), reasoning),
-        "thinking_token_budget": thinking_token_budget,
+        **dict.fromkeys(("thinking_token_budget", "thinking_budget"), thinking_token_budget),
     }
 }
 LABELS = {
@@ -285,6 +285,8 @@ LABELS = {
     "messages[].tool_calls[].index": 3,
     "messages[].parsed": {"a": 2},
     "messages[].provider_specific_fields": {"b": 3},
+    "messages[].cot_id": "1f",
+    "messages[].cot_summary": "A whale.",
     "response_format.json_schema.name": "narwhal",
     "response_format.json_schema.description": "A narwhal.",
     "response_format.json_schema.strict": False,

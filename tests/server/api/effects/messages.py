@@ -301,6 +301,24 @@ def one_call(kind):
     return check
 
 
+def context_management(e):
+    def asked(*edits):
+        turns = []
+        for thought in ("A whale thinks.", "A captain thinks, too."):
+            said = [{"type": "thinking", "thinking": thought, "signature": "s"}, {"type": "text", "text": "Far."}]
+            turns += [*QUESTION, {"role": "assistant", "content": said}]
+        return size(e, messages=[*turns, *QUESTION], context_management={"edits": [*edits]})
+
+    def cleared(**keep):
+        return asked({"type": "clear_thinking_20251015", **keep})
+
+    two = {"type": "thinking_turns", "value": 2}
+    assert asked() == cleared(keep="all") == cleared(keep={"type": "all"}) == cleared(keep=two)
+    assert asked() > cleared() == cleared(keep={"type": "thinking_turns"}) == cleared(keep={**two, "value": 1})
+    for wrong in ({"type": "narwhal"}, {"type": "clear_thinking_20251015", "keep": "none"}):
+        assert e.post(context_management={"edits": [wrong]}).status_code == 400
+
+
 USER, ASSISTANT = ("messages[role=user].content", "messages[role=assistant].content")
 PLACES = {
     "messages[].role": role,
@@ -355,6 +373,11 @@ PROMPT = {
     "output_config.format": formatted("output_config"),
     "output_config.format.type": formatted("output_config"),
     "output_config.format.schema": formatted("output_config"),
+    "context_management": context_management,
+    **dict.fromkeys(("context_management.edits", "context_management.edits[].type"), context_management),
+    "context_management.edits[].keep": context_management,
+    "context_management.edits[].keep.type": context_management,
+    "context_management.edits[].keep.value": context_management,
 }
 
 

@@ -51,7 +51,7 @@ TALK = [
         "tool_calls": [CALL],
         **dict.fromkeys(("refusal", "annotations", "audio", "function_call")),
         "parsed": {"a": 1},
-        "provider_specific_fields": {"b": 2},
+        "cot_id": None, "cot_summary": None, "provider_specific_fields": {"b": 2},
     },
     {"role": "tool", "content": [chat_part("No fog.")], "tool_call_id": "call_7", "name": "look"},
     {"role": "assistant", "content": "None.", "reasoning": "All is clear."},
@@ -154,6 +154,7 @@ PLAIN = [{"role": "user", "content": "And now?"}]
 OPEN = {"type": "enabled", "budget_tokens": 4, "display": "summarized", "block_binding": None}
 MESSAGES_EXAMPLES = [
     ASKED,
+    {"messages": PLAIN, "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
     {"messages": PLAIN, "thinking": OPEN},
     {"messages": PLAIN, "thinking": {"type": "adaptive", "display": "summarized", "block_binding": None}},
     *(
