@@ -22,7 +22,7 @@ from .counters import Counters, StepReporter
 from .policy import order
 from .prefix_cache import PrefixCache
 from .refusal import refusal
-from .sequence import Sequence, Status
+from .sequence import SCORED_TOKENS, Sequence, Status
 from .service import OUTPUT_COST, Service
 from .step_limits import StepLimits
 from .types import EngineRequest, StepStats, TokenDelta
@@ -30,6 +30,9 @@ from .waiting import WaitingQueue
 
 # Part of the blocks that stays free when a request is admitted, so that running sequences can grow without preemption.
 WATERMARK = 0.03
+# Tokens of scored prompts in a step, for each sequence that can run. All of them have logits, which then take less
+# memory than sampling for as many sequences as can run, which is planned (memory.SAMPLER_BYTES).
+MAX_SCORED = 4
 
 WAITING, RUNNING, ENDED = Status  # read for each row: an Enum's members take longer to read than a module's names
 
@@ -67,6 +70,7 @@ class Scheduler:
         self._in_flight: dict[int, list[Sequence]] = {}  # step -> the sequences of its rows
         self._arrivals = 0
         self._steps = 0
+        self._scored_left = 0  # tokens of scored prompts that the step may still have, see MAX_SCORED
         self._cohort: set[int] = set()  # under the policy `static`: the sequences of the batch that runs
 
     # -- requests arrive and end ----------------------------------------------------------------------------
@@ -122,6 +126,7 @@ class Scheduler:
         because a step writes to its blocks. If one would have to be, the result is None until that step is collected.
         """
         chosen: dict[Sequence, int] = {}  # number of tokens
+        self._scored_left = max(SCORED_TOKENS, MAX_SCORED * self.limits.max_seqs)
         if (self.limits.is_alone and self._in_flight) or not self._make_way():
             return None
         preempted = self.counters.preempted
@@ -208,7 +213,7 @@ class Scheduler:
             if count <= 0 or room <= 0 or seq.status is not RUNNING:
                 continue
             if count > 1:
-                count = max(1, min(seq.most, share, room - reserve))
+                count = self._score(seq, min(seq.most, share, room - reserve))
             if seq.start + count <= seq.capacity:
                 chosen[seq] = count
                 budget -= count
@@ -223,6 +228,13 @@ class Scheduler:
             if self.counters.preempted != preempted:  # of sequences that had been chosen
                 budget = self.limits.budget - sum(chosen.values())
         return budget
+
+    def _score(self, seq: Sequence, count: int) -> int:
+        """Return the tokens of `count`, at least one, that a prompt may have beside the scored prompts of the step."""
+        if seq.is_scored:
+            count = min(count, self._scored_left)
+            self._scored_left -= max(0, count)
+        return max(1, count)
 
     def _grow(self, seq: Sequence, count: int, chosen: dict[Sequence, int]) -> bool | None:
         """Take blocks for `count` more tokens, preempting the last sequences in order; False if `seq` is among them.
@@ -271,7 +283,7 @@ class Scheduler:
                 continue
             if not self._fits(seq, hits, promised):
                 break
-            count = min(seq.most - self.cache.num_tokens(seq, hits), budget, share)
+            count = self._score(seq, min(seq.most - self.cache.num_tokens(seq, hits), budget, share))
             self._start(seq, hits)
             grown = self._grow(seq, count, chosen)
             assert grown, "an admitted sequence found no blocks"
@@ -301,10 +313,11 @@ class Scheduler:
         """Give what is left of the budget to the chosen prompts, so that a share never wastes a part of a step."""
         growing = [seq for seq, count in chosen.items() if budget > 0 and seq.is_prompt and count < seq.most]
         for seq in sorted(growing, key=self._order):
-            more = min(seq.most - chosen[seq], budget)
+            more = min(seq.most - chosen[seq], budget, self._scored_left if seq.is_scored else budget)
             if more > 0 and self.cache.grow(seq, seq.start + chosen[seq] + more):
                 chosen[seq] += more
                 budget -= more
+                self._scored_left -= more * seq.is_scored
 
     def _batch(self, chosen: dict[Sequence, int], has_prompts: bool) -> Batch:
         everyone = len(chosen) == len(self.running)

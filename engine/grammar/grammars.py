@@ -56,7 +56,9 @@ class Matcher:
         self.library = library
         self.has_panicked = False
         self._stop_ids = [token for token in params.stop_ids if 0 <= token < table.width]
-        self._hidden = {table.end_id, *self._stop_ids}
+        self._width = table.width
+        # The tokenizer may have more tokens than the model: such a token has no bit in a mask, and is never sampled.
+        self._hidden = {token for token in (table.end_id, *self._stop_ids) if token < table.width}
         # A forced token has no logits, so it can have no log-probability and no bias. Then every token is sampled.
         reports = params.logprobs is not None or params.prompt_logprobs is not None
         forbids = any(abs(bias) >= 100 for bias in params.logit_bias.values())
@@ -128,16 +130,19 @@ class Matcher:
         """Return whether a token ends the output."""
         return token in self._stop_ids
 
+    def _is_text(self, token: int) -> bool:
+        return token < self._width and token not in self._hidden
+
     def jump(self, remaining: int) -> list[int]:
         """Advance by the tokens that the grammar forces, at most `remaining`; returns them."""
         taken: list[int] = []
         while self._jumps and len(taken) < remaining and not self._ask(self.library.is_stopped, True):
             forced: list[int] = self._ask(self.library.compute_ff_tokens, [])[: remaining - len(taken)]
-            # The user may have set a stop token that the grammar forces.
-            hidden = next((i for i, token in enumerate(forced) if token in self._hidden), len(forced))
-            if not hidden or not self._ask(self.library.consume_tokens, False, forced[:hidden]):
+            # The user may have set a stop token that the grammar forces, or the model may not have a token.
+            count = next((i for i, token in enumerate(forced) if not self._is_text(token)), len(forced))
+            if not count or not self._ask(self.library.consume_tokens, False, forced[:count]):
                 break
-            taken += forced[:hidden]
+            taken += forced[:count]
         return taken
 
     def follow(self, outcome: Outcome, remaining: int) -> Outcome:

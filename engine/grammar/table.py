@@ -51,7 +51,7 @@ class Table:
         ends = [token.id for token in added if token.special and token.id < width]
         if not ends or not special <= {token.content for token in added if token.special}:
             data, ends = _with_special(data, special)
-        data = _named_apart(data)
+        data = _named_apart(data, width)
         self.width = width
         self.end_id = ends[0]
         try:
@@ -122,15 +122,16 @@ def _with_special(data: bytes, special: frozenset[str]) -> tuple[bytes, list[int
     return msgspec.json.encode(file), ends
 
 
-def _named_apart(data: bytes) -> bytes:
+def _named_apart(data: bytes, width: int) -> bytes:
     """Rename the file's tokens without text, so that no text contains their names. A grammar refers to them as <[id]>.
 
     llguidance encodes forced text with the tokenizer. Text that looks like such a token would otherwise be encoded as
-    the token, which the grammar then refuses.
+    the token, which the grammar then refuses. The same holds for added tokens from `width` on, which the model lacks.
     """
     file = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     added = msgspec.json.decode(file.get("added_tokens", b"null"), type=list[dict[str, Any]] | None) or []
-    names = {token["content"]: f"{APART}{token['id']}" for token in added if _has_no_text(token)}
+    apart = [token for token in added if _has_no_text(token) or token["id"] >= width]
+    names = {token["content"]: f"{APART}{token['id']}" for token in apart}
     for token in added:
         if token["content"] in names:
             token |= {"content": names[token["content"]], "special": True}

@@ -24,12 +24,14 @@ def choose(products: Iterable[GPUProduct], dtype: torch.dtype) -> bool:
     known = sorted(products, key=lambda each: each.kind)
     for _, group in itertools.groupby(known, key=lambda each: each.kind):
         alike = list(group)
+        weights = [part for each in alike for part in each.parts]
+        if not _is_right(alike[0], dtype):
+            are_right = False
+            for weight in weights:
+                if weight.is_by_torch:
+                    weight.scale(by_torch=False)  # before torch's product is measured
         tiles = fastest(alike[: max(2, -(-MEASURED_BYTES // alike[0].num_bytes))], dtype)
-        is_right = _is_right(alike[0], dtype)
-        are_right = are_right and is_right
-        for weight in (part for each in alike for part in each.parts):
-            if weight.is_by_torch and not is_right:
-                weight.scale(by_torch=False)
+        for weight in weights:
             weight.use(tiles)
     return are_right
 

@@ -63,7 +63,7 @@ async def respond(app: AppState, caller: Caller, request: Request, model: Loaded
     due = time_limit(app, request)
     check_priority(app, pool.request.priority)
     ticket = app.limits.admit_inputs(caller, pool.num_prompts)
-    prompts = await in_time(due, request, encoded(pool.encode(model), pool.field))
+    prompts = await in_time(due, request, encoded(model.info, pool.encode(model), pool.field))
     ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
     track = RequestTracker(app.metrics, request.state.request_id, 1, [len(prompt.ids) for prompt in prompts], None)
     track.began = began

@@ -59,7 +59,7 @@ async def prepare(
     if grammar is not None:
         check_accepts_grammars(model, request, grammar.field)
         grammar = await app.grammars.check(grammar, caller.flow)
-    prompts = await encoded(encode(model, caller, request.prompt), request.prompt_field)
+    prompts = await encoded(info, encode(model, caller, request.prompt), request.prompt_field)
     shape = None
     if isinstance(request.prompt, ConversationPrompt):
         shape = await output_shape(
@@ -121,12 +121,14 @@ def check_token_ids(info: EngineInfo, ids: Sequence[int], param: str) -> None:
         raise invalid(f"Invalid '{param}': token ids must be in 0..{info.vocab_size - 1}.", param)
 
 
-async def encoded(encoding: Awaitable[list[Prompt]], param: str) -> list[Prompt]:
-    """Return the prompts of the field `param`; raises 400 for what the tokenizer or the template refuses."""
+async def encoded(info: EngineInfo, encoding: Awaitable[list[Prompt]], param: str) -> list[Prompt]:
+    """Return the prompts of the field `param`; raises 400 for what the tokenizer, the template or the model refuses."""
     with refusals(param):
         prompts = await encoding
     if not all(prompt.ids for prompt in prompts):
         raise invalid(f"Invalid '{param}': the prompt has no tokens.", param)
+    if missing := next((token for prompt in prompts for token in prompt.ids if token >= info.vocab_size), None):
+        raise invalid(f"Invalid '{param}': the tokenizer makes token {missing} of it, which the model lacks.", param)
     return prompts
 
 

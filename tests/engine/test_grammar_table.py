@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher
 
 from engine.grammar import GrammarError, limits, source
+from engine.grammar.grammars import Matcher
 from engine.grammar.table import MAX_ADDED, Table, _named_apart
+from engine.types import SamplingParams
 from server.tokenization.tokenizer import Tokenizer
 from tests.toys import MADE, byte_level
 
@@ -93,17 +96,62 @@ def test_forced_text_may_look_like_special_tokens(data):
     assert named.consume_tokens([151_657, 87, 151_645]) and named.is_accepting(), "a grammar can still name them"
 
 
+def matcher(table: Table, kind: str, text: str) -> Matcher:
+    library = LLMatcher(table.library, source(kind, text), limits=limits(), log_level=0)
+    return Matcher(library, table, SamplingParams(max_tokens=50))
+
+
+def test_text_is_forced_in_tokens_that_the_model_has(tmp_path):
+    library = byte_level()
+    library.add_tokens(["[tool]"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    width = library.token_to_id("[tool]")
+    table = Table.of(tmp_path, width)
+    forced = [*matcher(table, "choice", json.dumps(["x[tool]yx", "x[tool]z"])).begin(50)]
+    assert max(forced) < width
+    assert library.decode(forced) == "x[tool]"
+
+
+def test_forced_text_stops_before_a_token_that_the_model_lacks(tmp_path):
+    library = byte_level()
+    library.save(str(tmp_path / "tokenizer.json"))
+    text = "The sea and the captain of the ship"
+    tokens = library.encode(text).ids
+    width = sorted(tokens)[-1]  # the last one of the vocabulary is not the first of the text
+    table = Table.of(tmp_path, width)
+    letters = matcher(table, "choice", json.dumps([text]))
+    assert letters.begin(50) == tokens[: tokens.index(width)] and not letters.has_failed
+
+
+@pytest.mark.parametrize("width", [256, 257, 288])
+def test_an_end_token_that_the_model_lacks_is_in_no_mask(tmp_path, width):
+    library = byte_level()
+    made = json.loads(library.to_str())
+    alphabet = sorted(text for text in made["model"]["vocab"] if len(text) == 1)
+    made["model"] |= {"vocab": {text: i for i, text in enumerate(alphabet)}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made | {"added_tokens": []}))
+    table = Table.of(tmp_path, width)
+    assert (len(alphabet), table.end_id) == (256, 256)
+    letters = matcher(table, "regex", "[a-z]+")
+    bits = np.zeros(-(-table.library.vocab_size // 32), np.int32)
+    letters.fill(bits)
+    bits = np.pad(bits, (0, 1))[: -(-width // 32)]
+    letters.finish(bits)
+    allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    assert sorted(alphabet[token] for token in allowed) == sorted("abcdefghijklmnopqrstuvwxyz")
+
+
 def test_tokens_without_text_are_renamed_in_any_encoding_of_the_vocabulary():
     added = [{"id": 1, "content": "<a/b>", "special": True}]
     plain = {"added_tokens": added, "model": {"vocab": {"x": 0, "<a/b>": 1, "\\u": 2}, "unk_token": "<a/b>"}}
     text = json.dumps(plain)
     spellings = [text, text.replace("a/b", "a\\/b"), text.replace("<", "\\u003c")]
-    found = [json.loads(_named_apart(spelling.encode())) for spelling in spellings]
+    found = [json.loads(_named_apart(spelling.encode(), 99)) for spelling in spellings]
     assert found[0] == found[1] == found[2]
     name = found[0]["added_tokens"][0]["content"]
     assert name != "<a/b>" and found[0]["model"] == {"vocab": {"x": 0, name: 1, "\\u": 2}, "unk_token": name}
     # A token that ends as a mark does, behind a quote, is a text of its own.
     plain["model"] = {"vocab": {"<a/b>": 0, '"<a/b>': 1}}
-    assert json.loads(_named_apart(json.dumps(plain).encode()))["model"]["vocab"] == {name: 0, '"<a/b>': 1}
+    assert json.loads(_named_apart(json.dumps(plain).encode(), 99))["model"]["vocab"] == {name: 0, '"<a/b>': 1}
     plain["model"] = {"type": "of another kind"}
-    assert json.loads(_named_apart(json.dumps(plain).encode()))["model"]["type"] == "of another kind"
+    assert json.loads(_named_apart(json.dumps(plain).encode(), 99))["model"]["type"] == "of another kind"

@@ -130,6 +130,22 @@ def test_a_product_of_torch_that_is_wrong_for_a_shape_is_not_used(monkeypatch, f
     assert weight.is_scaled and weight.is_by_torch != is_wrong and len(calls) == 1
 
 
+def test_a_wrong_product_of_torchs_is_no_candidate(monkeypatch):
+    form, seen = Form(8, GROUP, is_float=True), []
+    weight, _ = random_weight(form, 32, 4 * GROUP, torch.Generator().manual_seed(0), in_blocks=True)
+    product = GPUProduct([weight], None, torch.bfloat16)
+    product.scale(by_torch={True: True})
+
+    def fastest(products, dtype):
+        seen.extend(tile for rows in (128, 256) for tile in measured_tiles._candidates(weight, rows, dtype))
+        return weight.tiles
+
+    monkeypatch.setattr(measured_tiles, "_is_right", lambda *_: False)
+    monkeypatch.setattr(measured_tiles, "fastest", fastest)
+    assert not measured_tiles.choose([product], torch.bfloat16)
+    assert seen and not any(isinstance(tile, scaled.ByTorch) for tile in seen)
+
+
 def test_parts_that_are_not_in_fp8_stay_as_they_are_if_torchs_product_is_wrong(monkeypatch):
     draw = torch.Generator().manual_seed(0)
     parts = [random_weight(form, 32, GROUP, draw)[0] for form in (Form(8), Form(8, is_float=True))]

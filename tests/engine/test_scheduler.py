@@ -487,6 +487,18 @@ def out_of_memory(driver: Driver, name: str) -> None:
     assert driver.ends()[name] == "error"
 
 
+def test_scored_prompts_share_the_logits_of_a_step():
+    driver = Driver(num_blocks=256, max_seqs=32, max_batched_tokens=1024)
+    for name in "abcd":
+        driver.add(name, prompt=100, max_tokens=2, params={"prompt_logprobs": 0})
+    driver.add("e", prompt=100, max_tokens=2)
+    assert driver.step() == {"a": 64, "b": 64, "c": 1, "d": 1, "e": 100}, "of 128, and one each"
+    assert driver.step() == {"a": 36, "b": 36, "c": 56, "d": 1, "e": 1}
+    assert driver.step() == {"a": 1, "b": 1, "c": 43, "d": 64}
+    assert driver.step() == {"c": 1, "d": 34}
+    assert driver.step() == {"d": 1}
+
+
 def steps_until_recovered(driver: Driver) -> int:
     scheduler = driver.scheduler
     for steps in range(1, 100_000):

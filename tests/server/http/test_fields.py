@@ -1,6 +1,7 @@
 """Chat and completions: what is refused by name and what counts as absent. Effects: test_capabilities.py."""
 
 import pytest
+import tokenizers
 
 from server.api.chat.request import ChatRequest
 from server.api.completions.request import CompletionRequest
@@ -8,7 +9,7 @@ from server.app import build_app
 from server.http.body import models
 from server.http.fields import kinds
 from server.settings import Settings
-from tests.fakes import FakeEngine, model_folder, reranker_folder, serving
+from tests.fakes import INFO, FakeEngine, model_folder, reranker_folder, serving
 from tests.server.wire import CHAT, COMPLETIONS, EMBEDDINGS, QUESTION, RERANK, RESPONSES, SCORE, ask, ids, saying
 
 BASE = {CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "the sea"}}
@@ -254,6 +255,19 @@ async def test_no_value_of_a_client_comes_back_in_an_error(folder):
         assert status in (400, 404)
         assert secret not in message
         assert secret not in (param or "")
+
+
+async def test_a_text_with_a_token_that_the_model_lacks_is_refused(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.add_tokens([f"[tool {number}]" for number in range(INFO.vocab_size)])
+    library.save(str(folder / "tokenizer.json"))
+    missing = f"Use [tool {INFO.vocab_size - 1}] now."
+    said = [{"messages": [{"role": "user", "content": missing}]}, {"prompt": missing}, {"input": missing}]
+    for path, body in zip((CHAT, COMPLETIONS, EMBEDDINGS), said, strict=True):
+        response = await ask(folder, path, body, FakeEngine(saying("a")))
+        assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(body))), response.text
+        assert "which the model lacks" in response.text
 
 
 async def test_priority_needs_the_policy(folder):
