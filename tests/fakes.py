@@ -79,9 +79,14 @@ def model_folder(folder: Path, **files: Any) -> Path:
 def reranker_folder(folder: Path, template: str = RERANKER_TEMPLATE, answers: Sequence[str] = ("yes", "no")) -> Path:
     """A model folder without weights whose chat template asks whether a document meets a query."""
     model_folder(folder, tokenizer_config={"eos_token": "<|end|>", "chat_template": template})
-    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer.json"
+    made = json.loads(path.read_text())
+    for _ in answers:  # the last tokens make room, as the fake model has no more
+        made["model"]["vocab"].popitem()
+        made["model"]["merges"].pop()
+    library = tokenizers.Tokenizer.from_str(json.dumps(made))
     library.add_tokens([tokenizers.AddedToken(answer, single_word=True) for answer in answers])
-    library.save(str(folder / "tokenizer.json"))
+    library.save(str(path))
     return folder
 
 

@@ -182,7 +182,10 @@ def fp8(strategy: str, method: str = "fp8") -> Kind:
 
     if method == "compressed-tensors":
         shape = {"block_structure": [128, 128]} if strategy == "block" else {}
-        return compressed("float-quantized", None, store, type="float", strategy=strategy, **shape)
+        kind = compressed("float-quantized", None, store, type="float", strategy=strategy, **shape)
+        rounded = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+        kind.config["config_groups"]["group_0"]["input_activations"] = rounded
+        return kind
     config: dict[str, Any] = {"quant_method": method, "modules_to_not_convert": ["lm_head"]}
     if strategy == "block":
         config["weight_block_size"] = [128, 128]
