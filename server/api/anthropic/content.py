@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -74,10 +74,19 @@ class ToolUseBlock(Block):
     unsupported: ClassVar[dict[str, Refused]] = {"caller": refused({"type": "direct"}), "toolset_name": refused()}
 
 
+class ToolReferenceBlock(Block):
+    """A tool with defer_loading that the client's search has found: the prompt has its definition here."""
+
+    type: Literal["tool_reference"]
+    tool_name: Annotated[ToolName, notes.TOOL_NAME]
+
+
 ResultBlocks = Annotated[
     list[
         Annotated[
-            TextBlock, RefusedKinds("type", ("browser_state", "document", "image", "search_result", "tool_reference"))
+            TextBlock | ToolReferenceBlock,
+            Field(discriminator="type"),
+            RefusedKinds("type", ("browser_state", "document", "image", "search_result")),
         ]
     ],
     Field(max_length=MAX_PARTS, fail_fast=True),
@@ -145,8 +154,13 @@ Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="rol
 Messages = Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-def turns(system: str | list[TextBlock] | None, messages: list[Turn]) -> list[Json]:
-    """Return the conversation in the form of chat completions; successive messages of one role are one turn."""
+def turns(system: str | list[TextBlock] | None, messages: list[Turn], tools: Mapping[str, Json]) -> list[Json]:
+    """Return the conversation in the form of chat completions; successive messages of one role are one turn. `tools`:
+    what a reference to a tool is replaced by.
+
+    A tool found late is defined where it was found, and not in the list at the front, where chat templates put tools:
+    the prompt before it stays as it is, and in the prefix cache.
+    """
     instructions = [text for text in texts(system or []) if not text.startswith(ACCOUNTING)]
     made: list[Json] = [{"role": "system", "content": content(instructions)}] if instructions else []
     names: dict[str, str] = {}  # of the tools, by the id of the call
@@ -156,8 +170,15 @@ def turns(system: str | list[TextBlock] | None, messages: list[Turn]) -> list[Js
             made.append(assistant_turn(parts))
             names |= {part.id: part.name for part in parts if isinstance(part, ToolUseBlock)}
         else:
-            made += user_turns(parts, names)
+            made += user_turns(parts, names, tools)
     return made
+
+
+def references(messages: list[Turn]) -> set[str]:
+    """Return the names of the tools that results refer to."""
+    results = [part for message in messages for part in blocks(message) if isinstance(part, ToolResultBlock)]
+    parts = [part for result in results if isinstance(result.content, list) for part in result.content]
+    return {part.tool_name for part in parts if isinstance(part, ToolReferenceBlock)}
 
 
 def with_last_thinking(messages: list[Turn], count: int) -> list[Turn]:
@@ -205,7 +226,7 @@ def assistant_turn(parts: list[Block]) -> Json:
     return turn
 
 
-def user_turns(parts: list[Block], names: dict[str, str]) -> Iterator[Json]:
+def user_turns(parts: list[Block], names: dict[str, str], tools: Mapping[str, Json]) -> Iterator[Json]:
     """Yield the turns of the user's texts and of the tools' results, in their order."""
     for is_result, group in itertools.groupby(parts, lambda part: isinstance(part, ToolResultBlock)):
         if not is_result:
@@ -213,7 +234,7 @@ def user_turns(parts: list[Block], names: dict[str, str]) -> Iterator[Json]:
             continue
         for part in group:
             assert isinstance(part, ToolResultBlock)
-            given = texts(part.content or [])
+            given = texts(part.content or [], tools)
             if part.is_error:
                 given = [f"Error: {given[0]}", *given[1:]] if any(given) else ["Error"]
             turn = {"role": "tool", "tool_call_id": part.tool_use_id, "content": content(given)}
@@ -221,8 +242,16 @@ def user_turns(parts: list[Block], names: dict[str, str]) -> Iterator[Json]:
             yield turn if name is None else {**turn, "name": name}
 
 
-def texts(parts: str | Iterable[Block]) -> list[str]:
-    return [parts] if isinstance(parts, str) else [part.text for part in parts if isinstance(part, TextBlock)]
+def texts(parts: str | Iterable[Block], tools: Mapping[str, Json] | None = None) -> list[str]:
+    if isinstance(parts, str):
+        return [parts]
+    made = []
+    for part in parts:
+        if isinstance(part, TextBlock):
+            made.append(part.text)
+        elif isinstance(part, ToolReferenceBlock):
+            made.append(json.dumps((tools or {})[part.tool_name], ensure_ascii=False))
+    return made
 
 
 def content(texts: list[str]) -> str | list[Json]:

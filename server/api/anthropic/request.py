@@ -18,7 +18,7 @@ from ..conversation import thinking_variables
 from ..response_format import Schema, StructuredOutputs, of_outputs
 from ..sampling import MAX_INT, Count, GenerationFields, ModelName, StopTexts, Text
 from ..tools import MAX_TOOLS
-from .content import AssistantTurn, Messages, TextBlock, ToolName, ToolUseBlock, turns, with_last_thinking
+from .content import AssistantTurn, Messages, TextBlock, ToolName, ToolUseBlock, references, turns, with_last_thinking
 
 # Tools that Anthropic runs, or whose schemas only its models know.
 BUILT_IN_TOOLS = """
@@ -42,12 +42,13 @@ class MessagesTool(Wire):
     """The JSON schema of the input, an object."""
     strict: bool | None = None
     """true: the input follows the schema even if the model is free to call the tool or not."""
+    defer_loading: bool | None = None
+    """true: the tool is in the prompt only where a tool_reference in the result of another tool names it."""
     cache_control: Annotated[CacheMark | None, LABEL, notes.CACHE] = None
     eager_input_streaming: Annotated[bool | None, LABEL] = None
     """Accepted: the input of a call is always streamed as it is generated."""
     unsupported: ClassVar[dict[str, Refused]] = {
         "allowed_callers": refused(["direct"]),
-        "defer_loading": refused(False),
         "input_examples": refused([]),
     }
 
@@ -174,13 +175,14 @@ class MessagesPrompt(Wire):
     messages: Messages
     """The conversation: texts, tool calls, their results and earlier thinking. A last message of the assistant is
     continued by the response."""
-    tools: (
+    tools: Annotated[
         Annotated[
             list[Annotated[MessagesTool, RefusedKinds("type", tuple(BUILT_IN_TOOLS.split()))]],
             Field(max_length=MAX_TOOLS, fail_fast=True),
         ]
-        | None
-    ) = None
+        | None,
+        Field(validate_default=True),
+    ] = None
     """Tools that the model may call, and the client runs."""
     tool_choice: (
         Annotated[AutoToolChoice | AnyToolChoice | OneToolChoice | NoToolChoice, Field(discriminator="type")] | None
@@ -224,6 +226,18 @@ class MessagesPrompt(Wire):
     def _names_differ(cls, value: list[MessagesTool] | None) -> list[MessagesTool] | None:
         if value and len({tool.name for tool in value}) < len(value):
             raise clash("must not hold two tools of the same name")
+        if value and all(tool.defer_loading for tool in value):
+            raise clash("must hold a tool without defer_loading")
+        return value
+
+    @field_validator("tools")
+    @classmethod
+    def _has_those_referred_to(
+        cls, value: list[MessagesTool] | None, info: ValidationInfo
+    ) -> list[MessagesTool] | None:
+        names = {tool.name for tool in value or ()}
+        if missing := sorted(references(info.data.get("messages") or []) - names):
+            raise clash(f"must hold the tool {missing[0]}, which a tool_reference names")
         return value
 
     @field_validator("tool_choice")
@@ -240,7 +254,9 @@ class MessagesPrompt(Wire):
     def prompt_source(self) -> ConversationPrompt:
         edits = self.context_management.edits if self.context_management else None
         kept = min((edit.turns for edit in edits or () if edit.turns is not None), default=None)
-        own = turns(self.system, self.messages if kept is None else with_last_thinking(self.messages, kept))
+        messages = self.messages if kept is None else with_last_thinking(self.messages, kept)
+        tools = {tool.name: described(tool, index).as_json for index, tool in enumerate(self.tools or ())}
+        own = turns(self.system, messages, tools)
         return ConversationPrompt(own, self.render_options, self.calling, self.thinks, self.thinking_budget)
 
     @property
@@ -270,11 +286,16 @@ class MessagesPrompt(Wire):
         if not self.tools or isinstance(choice, NoToolChoice):
             return None
         tools = tuple(described(tool, index) for index, tool in enumerate(self.tools))
+        deferred = {tool.name for tool in self.tools if tool.defer_loading}
+        listed = tuple(tool for tool in tools if tool.name not in deferred)
         if isinstance(choice, OneToolChoice):
             named = tuple(tool for tool in tools if tool.name == choice.name)
-            return Calling(named, is_required=True, is_parallel=False, described=tools)
+            return Calling(named, is_required=True, is_parallel=False, described=listed)
         is_parallel = choice is None or not choice.disable_parallel_tool_use
-        return Calling(tools, isinstance(choice, AnyToolChoice), is_parallel)
+        if isinstance(choice, AnyToolChoice):  # of a tool that is not in the prompt a model knows nothing
+            deferred -= references(self.messages)
+            tools = tuple(tool for tool in tools if tool.name not in deferred)
+        return Calling(tools, isinstance(choice, AnyToolChoice), is_parallel, described=listed)
 
 
 def described(tool: MessagesTool, index: int) -> Tool:

@@ -1,11 +1,13 @@
 """Messages in Anthropic's form: the prompt that a conversation becomes, and the count of its tokens."""
 
+import json
+
 import pytest
 
 from server.api.anthropic.request import MessagesRequest
-from tests.fakes import INFO
-from tests.server.api.anthropic.wire import ASKED, COUNT, LOOK, QUESTION, answer, prompt
-from tests.server.wire import ask
+from tests.fakes import INFO, FakeEngine
+from tests.server.api.anthropic.wire import ASKED, CALL, COUNT, FOUND, LARGE, LOOK, QUESTION, answer, prompt
+from tests.server.wire import ask, saying
 
 
 async def test_the_conversation_reaches_the_template_as_turns(folder):
@@ -127,3 +129,38 @@ async def test_counted_tokens_are_those_of_the_answers_usage(folder, more):
 async def test_what_does_not_fit_can_be_counted(folder):
     long = [{"role": "user", "content": "sea " * 600}]
     assert (await ask(folder, COUNT, {"messages": long})).json()["input_tokens"] > INFO.max_len
+
+
+SEARCH = {**LOOK, "name": "search"}
+LATER = {**LOOK, "defer_loading": True}
+
+
+async def test_a_deferred_tool_is_in_the_prompt_where_a_search_found_it(folder):
+    plain = await prompt(folder, tools=[SEARCH])
+    assert await prompt(folder, tools=[SEARCH, LATER]) == plain == "<tool_call>search user: the sea; assistant: "
+    found = await prompt(folder, tools=[SEARCH, LATER], messages=FOUND)
+    assert found.startswith(plain.removesuffix("assistant: ")), "what was in the cache stays there"
+    definition = json.dumps({"type": "function", "function": {
+        "name": "look", "description": "Looks.", "parameters": LOOK["input_schema"]
+    }})  # fmt: skip
+    assert found.endswith(f"tool search: One tool:\n{definition}; assistant: ")
+    for choice in ("auto", "any"):  # a client answers a call of a tool that was not loaded; nothing forces one
+        asked = {"messages": FOUND, "tools": [SEARCH, LATER], "tool_choice": {"type": choice}}
+        assert (await answer(folder, CALL, **asked))["content"][-1]["name"] == "look"
+
+
+async def test_a_call_of_a_tool_that_was_not_loaded_reaches_the_client(folder):
+    assert (await answer(folder, CALL, tools=[SEARCH, LATER]))["content"][-1]["name"] == "look"
+    named = {"type": "tool", "name": "look"}
+    assert (await answer(folder, CALL, tools=[SEARCH, LATER], tool_choice=named))["content"][-1]["name"] == "look"
+
+
+async def test_no_call_of_a_tool_that_was_not_loaded_is_forced(folder):
+    texts = []
+    for messages in (QUESTION, FOUND):
+        engine = FakeEngine(saying(CALL), info=LARGE)
+        asked = {"tools": [SEARCH, LATER], "tool_choice": {"type": "any"}, "messages": messages}
+        await ask(folder, "/v1/messages", {**ASKED, **asked}, engine)
+        texts.append(engine.requests[0].params.grammar)
+    assert "look" not in repr(texts[0])
+    assert "look" in repr(texts[1])

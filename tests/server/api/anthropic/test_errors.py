@@ -8,7 +8,7 @@ import pytest
 from server.api.anthropic.errors import MessagesError, envelope
 from server.http.errors import ApiError
 from tests.fakes import INFO, FakeEngine, serving
-from tests.server.api.anthropic.wire import ASKED, COUNT, LOOK, MESSAGES, QUESTION, events, refusal
+from tests.server.api.anthropic.wire import ASKED, COUNT, FOUND, LOOK, MESSAGES, QUESTION, events, refusal
 from tests.server.wire import ask, saying
 
 
@@ -49,7 +49,9 @@ from tests.server.wire import ask, saying
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"name": "look"}]}, "tools.0.input_schema"),
-        ({"tools": [{**LOOK, "defer_loading": True}]}, "tools.0.defer_loading"),
+        ({"tools": [{**LOOK, "defer_loading": True}]}, "tools"),
+        ({"messages": FOUND, "tools": [{**LOOK, "name": "listen"}]}, "tools"),
+        ({"messages": FOUND}, "tools"),
         ({"tools": [{**LOOK, "name": "a b"}]}, "tools.0.name"),
         ({"tools": [LOOK, LOOK]}, "tools"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -25,6 +25,21 @@ LOOK = {
     "description": "Looks.",
     "input_schema": {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]},
 }
+# The client's search has found the tool `look`.
+FOUND = [
+    *QUESTION,
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "search", "input": {}}]},
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "toolu_1",
+                "content": [{"type": "text", "text": "One tool:"}, {"type": "tool_reference", "tool_name": "look"}],
+            }
+        ],
+    },
+]
 CALL = '<tool_call>\n{"name": "look", "arguments": {"far": true}}\n</tool_call>'
 THOUGHT = "<think>\nWhales are large.\n</think>\n\n"
 LARGE = replace(INFO, max_len=8192)

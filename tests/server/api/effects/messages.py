@@ -319,12 +319,31 @@ def context_management(e):
         assert e.post(context_management={"edits": [wrong]}).status_code == 400
 
 
+def deferred(e):
+    """A tool is in the prompt where it was found."""
+    search, later = {**TOOL, "name": "search"}, {**TOOL, "defer_loading": True}
+
+    def asked(*parts, tools):
+        call = {"type": "tool_use", "id": "a", "name": "search", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "Yes."}, *parts]}
+        turns = [*QUESTION, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        return {"messages": turns, "tools": tools}
+
+    assert size(e, tools=[search, later]) == size(e, tools=[search]) < size(e, tools=[search, TOOL])
+    found = {"type": "tool_reference", "tool_name": "look"}
+    assert size(e, **asked(found, tools=[search, later])) > size(e, **asked(tools=[search, later]))
+    unknown = {**found, "tool_name": "narwhal"}
+    assert e.post(**asked(unknown, tools=[search, later])).json()["error"]["param"] == "tools"
+
+
 USER, ASSISTANT = ("messages[role=user].content", "messages[role=assistant].content")
 PLACES = {
     "messages[].role": role,
     f"{USER}[].type": part_type("user"),
     f"{ASSISTANT}[].type": part_type("assistant"),
     f"{USER}[].is_error": is_error,
+    "tools[].defer_loading": deferred,
+    f"{USER}[].content[].tool_name": deferred,
     **{
         field: written(field, "A narwhal is a whale with a tooth.")
         for field in (
@@ -423,7 +442,7 @@ LABELS = {
             "system[]",
             "tools[]",
             "messages[role=system].content[]",
-            f"{USER}[].content[]",
+            *(f"{USER}[].content[type={kind}]" for kind in ("text", "tool_reference")),
             *(f"{USER}[type={kind}]" for kind in ("text", "tool_result")),
             *(f"{ASSISTANT}[type={kind}]" for kind in ("text", "thinking", "redacted_thinking", "tool_use")),
         )

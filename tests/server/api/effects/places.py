@@ -135,8 +135,11 @@ TURNS = [
         "role": "user",
         "content": [
             {
-                "type": "tool_result", "tool_use_id": "toolu_7", "content": [block("No fog.")], "is_error": False,
-                "cache_control": MARK, "toolset_name": None,
+                "type": "tool_result", "tool_use_id": "toolu_7", "is_error": False, "cache_control": MARK,
+                "toolset_name": None,
+                "content": [
+                    block("No fog."), {"type": "tool_reference", "tool_name": "listen", "cache_control": MARK},
+                ],
             }
         ],
     },
@@ -146,10 +149,16 @@ TURNS = [
 ]  # fmt: skip
 TOOL = {
     "type": "custom", "name": "look", "description": "Looks at the sea.", "input_schema": SCHEMA, "strict": False,
-    "cache_control": MARK, "eager_input_streaming": False, "allowed_callers": None, "defer_loading": None,
+    "cache_control": MARK, "eager_input_streaming": False, "allowed_callers": None, "defer_loading": False,
     "input_examples": None,
 }  # fmt: skip
-ASKED = {"messages": TURNS, "system": [block("Be kind.")], "tools": [TOOL], "output_config": {"task_budget": None}}
+LATER = {**TOOL, "name": "listen", "defer_loading": True}
+ASKED = {
+    "messages": TURNS,
+    "system": [block("Be kind.")],
+    "tools": [TOOL, LATER],
+    "output_config": {"task_budget": None},
+}
 PLAIN = [{"role": "user", "content": "And now?"}]
 OPEN = {"type": "enabled", "budget_tokens": 4, "display": "summarized", "block_binding": None}
 MESSAGES_EXAMPLES = [
