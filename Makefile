@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
 WEBUI := .venv-webui
+AGENTS := .venv-agents
 CONFORMANCE := .venv-conformance
 SUITES ?= openresponses langchain lm-eval vllm sglang guidellm aiperf
 BIN := $(VENV)/bin
 ARGS ?=
 MODEL ?=
 
-.PHONY: help install dev serve test quick lint oracle clients conformance sim mutants path wheel-test image-test asan test-gpu clean
+.PHONY: help install dev serve test quick lint oracle clients agents conformance sim mutants path wheel-test image-test asan test-gpu clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -68,6 +69,16 @@ $(WEBUI)/.installed: tests/clients/open_webui.txt | $(CLIENTS)/.installed
 ##                   ARGS="--model smollm2" serves another model than the built-in one
 clients: install $(CLIENTS)/.installed $(WEBUI)/.installed
 	@$(CLIENTS)/bin/python -m tests.clients --python $(BIN)/python --webui $(WEBUI)/bin/open-webui $(ARGS)
+
+$(AGENTS)/.installed: tests/agents/package.json
+	mkdir -p $(AGENTS)
+	cp $< $(AGENTS)/package.json
+	npm install --prefix $(AGENTS) --silent --no-audit --no-fund --no-package-lock
+	touch $@
+
+## make agents       coding agents from npm against Pequod; prints the table of docs/clients.md; ARGS="--agent codex"
+agents: install $(AGENTS)/.installed
+	@$(BIN)/python -m tests.agents --packages $(AGENTS) $(ARGS)
 
 UV := $(CONFORMANCE)-uv/bin/uv
 
@@ -153,4 +164,4 @@ test-gpu: dev
 
 clean:
 	rm -f engine/kernels/*.so engine/kernels/.lock
-	rm -rf $(VENV) $(CLIENTS) $(WEBUI) $(CONFORMANCE)-* build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(WEBUI) $(AGENTS) $(CONFORMANCE)-* build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Coding agents, as npm installs them, against Pequod."""
