@@ -17,6 +17,7 @@ from ..sampling import Text
 
 MAX_NAME = 128  # of a tool: agents put the name of the tool's server before it
 
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
 ToolName = Annotated[str, Field(min_length=1, max_length=MAX_NAME, pattern=r"^[a-zA-Z0-9_.-]+$")]
 
 # Claude Code's first system block. It reports what has changed since the last request; as a part of the
@@ -137,17 +138,24 @@ SystemBlock = Annotated[TextBlock, RefusedKinds("type", ("tool_addition", "tool_
 Texts = Text | Annotated[list[SystemBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
+class TurnConfig(Wire):
+    """How the model is to go on after a message of the application."""
+
+    effort: Effort | None = None
+    """How much the model is to reason, in place of the request's own effort; the last of several counts."""
+    unsupported: ClassVar[dict[str, Refused]] = {"format": refused(), "task_budget": refused()}
+
+
 class SystemTurn(Wire):
     """A message of the application in the middle of the conversation."""
 
     role: Literal["system"]
     content: Texts
     """Part of the prompt at its position, as a reminder in the user's turn."""
+    output_config: TurnConfig | None = None
+    """The reasoning effort from here on."""
 
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "clear_at": refused("never"),
-        "output_config": refused({}, hint="send the request's own output_config"),
-    }
+    unsupported: ClassVar[dict[str, Refused]] = {"clear_at": refused("never")}
 
 
 Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
@@ -179,6 +187,12 @@ def references(messages: list[Turn]) -> set[str]:
     results = [part for message in messages for part in blocks(message) if isinstance(part, ToolResultBlock)]
     parts = [part for result in results if isinstance(result.content, list) for part in result.content]
     return {part.tool_name for part in parts if isinstance(part, ToolReferenceBlock)}
+
+
+def last_effort(messages: list[Turn]) -> Effort | None:
+    """Return the effort that the last message with one asks for."""
+    configs = [message.output_config for message in messages if isinstance(message, SystemTurn)]
+    return next((config.effort for config in reversed(configs) if config and config.effort), None)
 
 
 def with_last_thinking(messages: list[Turn], count: int) -> list[Turn]:

@@ -18,7 +18,18 @@ from ..conversation import thinking_variables
 from ..response_format import Schema, StructuredOutputs, of_outputs
 from ..sampling import MAX_INT, Count, GenerationFields, ModelName, StopTexts, Text
 from ..tools import MAX_TOOLS
-from .content import AssistantTurn, Messages, TextBlock, ToolName, ToolUseBlock, references, turns, with_last_thinking
+from .content import (
+    AssistantTurn,
+    Effort,
+    Messages,
+    TextBlock,
+    ToolName,
+    ToolUseBlock,
+    last_effort,
+    references,
+    turns,
+    with_last_thinking,
+)
 
 # Tools that Anthropic runs, or whose schemas only its models know.
 BUILT_IN_TOOLS = """
@@ -122,7 +133,7 @@ class MessagesFormat(Wire):
 class OutputConfig(Wire):
     """The reasoning effort and the format of the output."""
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     """How much the model is to reason, if its chat template reads `reasoning_effort`; agents send it to every model."""
     format: MessagesFormat | None = None
     """The output text follows a JSON schema."""
@@ -261,7 +272,8 @@ class MessagesPrompt(Wire):
 
     @property
     def render_options(self) -> RenderOptions:
-        effort = self.output_config.effort if self.output_config else None
+        own = self.output_config.effort if self.output_config else None
+        effort = last_effort(self.messages) or own
         goes_on = isinstance(self.messages[-1], AssistantTurn)
         return {
             "template_kwargs": thinking_variables(self.thinks, effort, None),

@@ -204,3 +204,44 @@ async def test_the_other_apis_turn_thinking_off_too(marked):
     assert "thought" not in await grammar(marked, "/v1/messages", **messages), (
         "as Anthropic's models, unless they are asked to"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ({"choice": ["yes", "no"]}, "yes"),
+        ({"regex": "[a-z]+"}, "abc"),
+        ({"json": {}}, "5"),
+        ({"json_object": True}, "{}"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("opens", ["<think>\n", ""], ids=["opened", "closed"])
+async def test_structured_outputs_follow_the_reasoning(tmp_path, kind, said, opens):
+    config = {"eos_token": "<|end|>", "chat_template": TEMPLATE + opens + "{# <think> </think> #}"}
+    path = model_folder(tmp_path / "model", tokenizer_config=config)
+    engine = FakeEngine(saying(("" if opens else "<think>\n") + f"Large.\n</think>\n\n{said}"))
+    message = (await choice_of(path, engine, structured_outputs=kind))["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Large.", said)
+    form, text = engine.requests[0].params.grammar
+    assert form == "lark" and '"</think>"' in text
+
+
+async def choice_of(folder, engine, **body):
+    response = await ask(folder, CHAT, {"messages": QUESTION, **body}, engine)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said", "thought"),
+    [('start: "yes"', "yes", None), ('start: /[a-z]+/ "</think>" "yes"', "large</think>yes", "large")],
+    ids=["content", "reasoning"],
+)
+async def test_a_grammar_of_the_client_constrains_the_whole_completion(tmp_path, grammar, said, thought):
+    config = {"eos_token": "<|end|>", "chat_template": TEMPLATE + "<think>\n{# </think> #}"}
+    path = model_folder(tmp_path / "model", tokenizer_config=config)
+    engine = FakeEngine(saying(said))
+    message = (await choice_of(path, engine, structured_outputs={"grammar": grammar}))["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (thought, "yes")
+    assert engine.requests[0].params.grammar == ("lark", grammar)

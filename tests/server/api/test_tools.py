@@ -255,7 +255,7 @@ async def test_what_cannot_stand_beside_a_call_that_must_be_made(folder):
     for more, param in (
         ({"stop": ["a"]}, "stop"),
         ({"min_tokens": 5}, "min_tokens"),
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs.grammar"),
     ):
         response, _ = await forced(folder, {}, **more)
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
@@ -284,8 +284,10 @@ async def test_where_the_model_is_free_to_call_only_strict_functions_are_a_gramm
 async def test_too_many_functions_for_one_grammar(tmp_path):
     config = {"eos_token": "<|end|>", "chat_template": "{# tools <tool_call> #}{{ messages[0].content }}"}
     plain = model_folder(tmp_path / "plain", tokenizer_config=config)  # its prompt does not tell of them
-    parameters = {"type": "object", "properties": {f"place{i}": {"type": "integer"} for i in range(6)}}
-    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(256)]
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": {"type": "object", "properties": properties}}}
+        for i, properties in ((i, {f"place{i}_{j}": {"type": "integer"} for j in range(40)}) for i in range(256))
+    ]
     body = {"messages": QUESTION, "tools": tools, "tool_choice": "required"}
     response = await ask(plain, CHAT, body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")

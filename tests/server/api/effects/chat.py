@@ -47,7 +47,7 @@ def continue_final_message(e):
 
 
 # What a model says is forced, so that the marks in it are read.
-THOUGHT = {"max_tokens": 60, "structured_outputs": {"choice": ["<think>\nA whale.\n</think>\n\nYes."]}}
+THOUGHT = {"max_tokens": 60, "structured_outputs": {"grammar": r'start: "<think>\nA whale.\n</think>\n\nYes."'}}
 
 
 def message(e, **more):
@@ -72,7 +72,9 @@ def called(e, **more):
 def tools(e):
     assert '{"name": "fog"' in e.decode(e.prompt(tools=[FOG])).replace('"parameters"', '"name"')
     said = '<tool_call>\n{"name": "fog", "arguments": {"thick": true}}\n</tool_call>'
-    [call] = message(e, max_tokens=60, tools=[FOG], structured_outputs={"choice": [said]})["tool_calls"]
+    [call] = message(e, max_tokens=60, tools=[FOG], structured_outputs={"grammar": f"start: {json.dumps(said)}"})[
+        "tool_calls"
+    ]
     assert call["function"] == {"name": "fog", "arguments": '{"thick": true}'}
 
 
@@ -88,7 +90,8 @@ def tool_choice(e):
 def parallel_tool_calls(e):
     again = {"tool_choice": "required", "logit_bias": {str(END): -100}}
     assert len(called(e, **again, parallel_tool_calls=False)) == 1
-    twice = {"choice": ['<tool_call>\n{"name": "fog", "arguments": {}}\n</tool_call>\n' * 2]}
+    said = '<tool_call>\n{"name": "fog", "arguments": {}}\n</tool_call>\n'
+    twice = {"grammar": f"start: {json.dumps(said * 2)}"}
     for alone, num in ((None, 2), (False, 1)):
         said = message(e, max_tokens=90, tools=[FOG], structured_outputs=twice, parallel_tool_calls=alone)
         assert len(said["tool_calls"]) == num

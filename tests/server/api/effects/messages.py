@@ -116,6 +116,19 @@ def effort(e):
     assert size(e, output_config={"effort": "high"}) > size(e)
 
 
+def later_effort(e):
+    """A message of the application changes the effort."""
+
+    def asked(**config):
+        return [*QUESTION, {"role": "system", "content": "Be brief.", "output_config": config}]
+
+    assert size(e, messages=asked(effort="high")) > size(e, messages=asked())
+    low = {"output_config": {"effort": "low"}}
+    assert size(e, messages=asked(), **low) == size(e, messages=asked(effort="low"))
+    wrong = e.post(messages=asked(effort="huge"))
+    assert wrong.json()["error"]["param"] == "messages.1.output_config.effort"
+
+
 def output_config(e):
     effort(e)
     if e.path == MESSAGES:
@@ -293,7 +306,8 @@ def one_call(kind):
         elif kind == "any":
             assert len(called(e, **alone)) == 1
         else:
-            twice = {"choice": ['<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>\n' * 2]}
+            said = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>\n'
+            twice = {"grammar": f"start: {json.dumps(said * 2)}"}
             for more, num in (({}, 2), (alone, 1)):
                 said = e.ask(tools=[TOOL], max_tokens=90, structured_outputs=twice, **more)
                 assert [block["type"] for block in said["content"]] == ["tool_use"] * num
@@ -342,6 +356,7 @@ PLACES = {
     f"{USER}[].type": part_type("user"),
     f"{ASSISTANT}[].type": part_type("assistant"),
     f"{USER}[].is_error": is_error,
+    **dict.fromkeys(("messages[].output_config", "messages[].output_config.effort"), later_effort),
     "tools[].defer_loading": deferred,
     f"{USER}[].content[].tool_name": deferred,
     **{

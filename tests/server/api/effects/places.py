@@ -145,7 +145,10 @@ TURNS = [
     },
     {"role": "assistant", "content": "None."},
     {"role": "user", "content": "And now?"},
-    {"role": "system", "content": [block("Be brief.")], "clear_at": None, "output_config": None},
+    {
+        "role": "system", "content": [block("Be brief.")], "clear_at": None,
+        "output_config": {"format": None, "task_budget": None},
+    },
 ]  # fmt: skip
 TOOL = {
     "type": "custom", "name": "look", "description": "Looks at the sea.", "input_schema": SCHEMA, "strict": False,

@@ -80,8 +80,9 @@ ROW = {
         "additionalProperties": False,
     },
 }
-THOUGHT = {"max_tokens": 60, "structured_outputs": {"choice": ["<think>\nA whale.\n</think>\n\nYes."]}}
-SAYING = {"structured_outputs": {"choice": ['<tool_call>\n{"name": "look", "arguments": {"far": true}}\n</tool_call>']}}
+THOUGHT = {"max_tokens": 60, "structured_outputs": {"grammar": r'start: "<think>\nA whale.\n</think>\n\nYes."'}}
+SAID = '<tool_call>\n{"name": "look", "arguments": {"far": true}}\n</tool_call>'
+SAYING = {"structured_outputs": {"grammar": f"start: {json.dumps(SAID)}"}}
 TOOLED = {"tools": [TOOL], "max_tokens": 100}
 
 
