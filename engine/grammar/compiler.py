@@ -19,8 +19,8 @@ COMPILED_FACTOR = 128
 COMPILED_LEAST = 64 << 10
 CACHED_BYTES = 32 << 20  # for each compiler
 # Compiling recurses along a grammar's references, and a stack overflow would kill the process. The deepest chain in a
-# grammar of maximum size needs less than 64 MB; untouched pages cost nothing. If virtual memory is limited, a smaller
-# stack is used.
+# schema or grammar of 64 KiB needs less than 64 MB, and longer grammars are made of such schemas, side by side.
+# Untouched pages cost nothing. If virtual memory is limited, a smaller stack is used.
 STACKS = (512 << 20, 128 << 20, 64 << 20)
 
 

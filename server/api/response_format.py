@@ -63,13 +63,13 @@ class StructuredOutputs(Wire):
     json_: Annotated[Schema | Source | None, Field(alias="json")] = None
     """A JSON schema, as an object or as its text."""
     regex: Source | None = None
-    """A regular expression that the whole output matches."""
+    """A regular expression that the whole content matches."""
     choice: Annotated[list[Source], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
-    """The output is one of these texts."""
+    """The content is one of these texts."""
     grammar: Source | None = None
-    """A context-free grammar in Lark's notation."""
+    """A context-free grammar in Lark's notation, of the whole completion."""
     json_object: bool | None = None
-    """true: the output is any JSON object."""
+    """true: the content is any JSON object."""
 
     @field_validator("regex", "choice", "grammar", "json_object")
     @classmethod
@@ -118,11 +118,11 @@ def of_outputs(value: StructuredOutputs | None) -> Grammar | None:
         return None
     field = "structured_outputs"
     if value.json_ is not None:
-        return of_schema(value.json_, f"{field}.json", is_raw=True)
+        return of_schema(value.json_, f"{field}.json")
     if value.regex is not None:
-        return Grammar("regex", value.regex, f"{field}.regex", True)
+        return Grammar("regex", value.regex, f"{field}.regex")
     if value.choice is not None:
-        return Grammar("choice", json.dumps(value.choice, ensure_ascii=False), f"{field}.choice", True)
+        return Grammar("choice", json.dumps(value.choice, ensure_ascii=False), f"{field}.choice")
     if value.grammar is not None:
-        return Grammar("lark", value.grammar, f"{field}.grammar", True)
-    return Grammar("json_schema", ANY_OBJECT, field, True) if value.json_object else None
+        return Grammar("lark", value.grammar, f"{field}.grammar")
+    return Grammar("json_schema", ANY_OBJECT, field) if value.json_object else None

@@ -8,7 +8,7 @@ import uuid
 from typing import NamedTuple
 
 from ..grammar.checker import Gate, refusal
-from ..grammar.schemas import MAX_SOURCE, Grammar, constraining
+from ..grammar.schemas import MAX_WRITTEN, Grammar, constraining
 from ..grammar.tool_calls import call_grammar
 from ..http.admission import Caller
 from ..http.errors import invalid
@@ -60,7 +60,8 @@ async def output_shape(
         if calling is not None and calling.is_required:
             message = f"Invalid '{grammar.field}': cannot be combined with a tool_choice that requires a call."
             raise invalid(message, grammar.field)
-        return Shape(formats, grammar, opened, calling)
+        # Such a text has no reasoning, unless the grammar itself ends the block that the prompt has opened.
+        return Shape(formats, grammar, opened and (ends_reasoning(formats) or "") in grammar.text, calling)
     is_constrained = grammar is not None or (calling is not None and calling.is_required)
     budget = thinking_budget(model, request.limit, conversation, prompt, is_constrained=is_constrained)
     is_shaped = calling is not None and (calling.is_required or any(tool.strict for tool in calling.tools))
@@ -79,13 +80,13 @@ async def output_shape(
         parallel=calling is None or calling.is_parallel,
         opened=opened,
         special=model.tokenizer.added_ids,
-        content=None if grammar is None else grammar.text,
+        content=None if grammar is None else (grammar.kind, grammar.text),
         budget=None if budget is None else budget[1],
     )
-    if len(forced.text) > MAX_SOURCE:
+    if len(forced.text) > MAX_WRITTEN:
         name = "the grammar of all functions and formats together"
-        raise refusal(field, f"{name} has {len(forced.text)} characters, and at most {MAX_SOURCE} can be used")
-    whole = await gate.check(Grammar(forced.kind, forced.text, field), caller.flow)
+        raise refusal(field, f"{name} has {len(forced.text)} characters, and at most {MAX_WRITTEN} can be used")
+    whole = await gate.check(Grammar(forced.kind, forced.text, field), caller.flow, limit=MAX_WRITTEN)
     return Shape(forced.formats, whole, opened, calling)
 
 

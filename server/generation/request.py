@@ -45,7 +45,7 @@ class Calling(NamedTuple):
     tools: tuple[Tool, ...]
     is_required: bool = False  # the completion has at least one call
     is_parallel: bool = True  # there may be several calls
-    described: tuple[Tool, ...] = ()  # those in the prompt, if they are more than may be called
+    described: tuple[Tool, ...] = ()  # those in the prompt, if they are not those that may be called
 
     @property
     def in_prompt(self) -> tuple[Tool, ...]:

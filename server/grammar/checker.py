@@ -17,11 +17,11 @@ from engine import FairLock, spawn
 
 from ..http.errors import ApiError, invalid, unavailable
 from .checker_worker import Job, Verdict
-from .schemas import Grammar
+from .schemas import MAX_SOURCE, Grammar
 
 CODE = "invalid_grammar"
 # Limits on the CPU time of a check. Nearly all grammars take a few milliseconds. Slower ones are checked again in a
-# queue of their own, so that they do not delay the others; the slowest of the permitted size take 0.3 s.
+# queue of their own, so that they do not delay the others; the slowest of the size that requests may have take 0.3 s.
 QUICK_S, SLOW_S = 0.025, 1.0
 WAIT_S = 30.0  # for the checks that are queued before this one, and for itself
 MAX_VERDICTS = 1024  # in the cache
@@ -116,8 +116,13 @@ class Gate:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # by digest, least recently used first
         self._checking: dict[bytes, tuple[asyncio.Task[Verdict], list[None]]] = {}  # with one entry per waiter
 
-    async def check(self, grammar: Grammar, caller: str) -> Grammar:
-        """Return the grammar with the CPU time that compiling it takes; raises 400, or 503 if others take too long."""
+    async def check(self, grammar: Grammar, caller: str, *, limit: int = MAX_SOURCE) -> Grammar:
+        """Return the grammar with the CPU time that compiling it takes; raises 400, or 503 if others take too long.
+
+        `limit`: in bytes.
+        """
+        if len(grammar.text.encode("utf-8", "surrogatepass")) > limit:
+            raise refusal(grammar.field, f"it has more than {limit} bytes")
         try:
             async with asyncio.timeout(WAIT_S):
                 verdict = await self._verdict(grammar, caller)

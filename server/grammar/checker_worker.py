@@ -26,8 +26,8 @@ from engine import GrammarTrial, begin_child
 
 from .schemas import find_problem
 
-# Compiling recurses along the references of a grammar. The deepest chains that fit into the largest grammar need less
-# than 64 MB; untouched pages cost nothing.
+# Compiling recurses along the references of a grammar. The deepest chains that fit into the largest grammar or schema
+# of a request need less than 64 MB; untouched pages cost nothing.
 STACK_BYTES = 512 << 20
 MEMORY_BYTES = 512 << 20  # of one check, in addition to its stack and to what this process has mapped
 

@@ -13,8 +13,9 @@ from typing import Any
 from ..parsers.gemma import QUOTE
 from ..parsers.parts import Schema
 from ..parsers.qwen_coder import TYPES
+from ..parsers.references import referred
 from .rules import Lark, quoted
-from .schemas import MAX_SOURCE, compact
+from .schemas import MAX_WRITTEN, compact
 
 KEY = re.compile(r"[A-Za-z_$][\w$-]{0,63}", re.ASCII)
 SCALARS = ("integer", "number", "boolean", "null")  # written as in JSON, so they may have any keywords
@@ -71,7 +72,7 @@ class Writer:
     def _add(self, count: int) -> None:
         """Count values that are about to be written. Raises Inexpressible if they or the grammar are too many."""
         self._count += count
-        if self._count > MAX_VALUES or self._lark.size > MAX_SOURCE:
+        if self._count > MAX_VALUES or self._lark.size > MAX_WRITTEN:
             raise Inexpressible
 
     def _any(self) -> str:
@@ -93,7 +94,7 @@ class Writer:
         """Return the rule of what a reference leads to, which is written once."""
         if reference not in self._rules:
             self._rules[reference] = None
-            self._rules[reference] = self._lark.one_of([self.value(self._resolve(reference), depth + 1)])
+            self._rules[reference] = self._lark.one_of([self.value(referred(self._root, reference), depth + 1)])
         rule = self._rules[reference]
         if rule is None:  # the schema contains itself
             raise Inexpressible
@@ -145,14 +146,6 @@ class Writer:
                 first, after = f"{one} {after} | {first}", f'("," {one})? {after}'
             first, after = self._lark.one_of([first]), self._lark.one_of([after])
         return f'"{{" {first} "}}"'
-
-    def _resolve(self, reference: str) -> Any:
-        if reference != "#" and not reference.startswith("#/"):
-            raise Inexpressible
-        node: Any = self._root
-        for part in reference.split("/")[1:]:
-            node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
-        return node
 
 
 def _has_type(value: Any, kinds: list[Any]) -> bool:

@@ -9,6 +9,7 @@ import json
 from types import NoneType
 from typing import Any
 
+from ..parsers.references import referred
 from .regex_length import MAX_SHORTEST
 
 # Keywords that do not constrain a name.
@@ -63,9 +64,7 @@ def resolved(names: Any, root: dict[str, Any]) -> dict[str, Any] | None:
             return names
         if len(names) > 1 or "$id" in root or not isinstance(reference := names["$ref"], str):
             return None
-        place, _, name = reference.rpartition("/")
-        definitions = root.get(place.removeprefix("#/")) if place in ("#/$defs", "#/definitions") else None
-        names = definitions.get(name) if isinstance(definitions, dict) else None
+        names = referred(root, reference)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 from ..parsers.formats import BLOCKS, FIRST_TOKENS, Formats
@@ -16,13 +17,19 @@ OPTIONS = {
     "coerce_one_of": False,
     "lenient": False,
 }
+LITERALS = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}  # what cannot be part of an expression in Lark
 
 
 class Lark:
     """Builds a grammar; each rule is added when it is first used."""
 
     def __init__(
-        self, special: Mapping[str, int], formats: Formats, opened: bool, content: Schema | None, budget: int | None
+        self,
+        special: Mapping[str, int],
+        formats: Formats,
+        opened: bool,
+        content: tuple[str, str] | None,
+        budget: int | None,
     ) -> None:
         self.rules: dict[str, str] = {}
         self.size = 0  # characters of the numbered rules: all others are few and short
@@ -32,6 +39,7 @@ class Lark:
         self._content = content
         self._budget = budget
         self._special = special
+        self._values: dict[str, str] = {}  # names of rules, by the schema that they follow
 
     @property
     def text(self) -> str:
@@ -76,11 +84,21 @@ class Lark:
 
     def content(self) -> str:
         """Return a rule for a completion without calls."""
-        return f"{self.any_text()}?" if self._content is None else self.schema(self._content)
+        if self._content is None:
+            return f"{self.any_text()}?"
+        kind, text = self._content
+        if kind == "json_schema":
+            return self.schema(json.loads(text))
+        self.rules["CONTENT"] = " | ".join(map(quoted, json.loads(text))) if kind == "choice" else expression(text)
+        return "CONTENT"
 
     def schema(self, schema: Schema) -> str:
         """Return a rule for a value that follows a schema."""
-        return self._add("value", f"%json {json.dumps({'x-guidance': OPTIONS, **schema}, ensure_ascii=False)}")
+        written = json.dumps({"x-guidance": OPTIONS, **schema}, ensure_ascii=False)
+        # Functions often have the same arguments.
+        if written not in self._values:
+            self._values[written] = self._add("value", f"%json {written}")
+        return self._values[written]
 
     def one_of(self, bodies: list[str]) -> str:
         return self._add("call", " | ".join(bodies))
@@ -93,6 +111,12 @@ class Lark:
         return name
 
 
+def expression(pattern: str) -> str:
+    """Return a rule for the texts that match a regular expression."""
+    written = re.sub(r"(?s)\\.|/|\n", lambda found: LITERALS.get(found[0], found[0]), pattern)
+    return f"/{written or '(?:)'}/"  # two slashes would begin a comment
+
+
 def quoted(text: str) -> str:
     """Return a rule for exactly this text."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # the only other character that Lark refuses

@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 from engine import grammar_problem
 
 from ..http.excerpt import shown
+from ..parsers.references import referred
 from .property_names import replace_names
 from .regex_length import MAX_SHORTEST, is_too_long, shortest
+from .unions import require_tag
 
 MAX_DEPTH = 64  # schemas within schemas
-MAX_SOURCE = 64 << 10  # bytes
+MAX_SOURCE = 64 << 10  # bytes of a request's grammar or schema
+MAX_WRITTEN = 256 << 10  # bytes of the grammar that the server writes of a request's: 256 functions of 1 KiB each
 SEARCH_S = 0.05  # to locate a problem that only llguidance detects
 
 # What llguidance cannot guarantee. Ignoring it would admit output that the schema forbids.
@@ -28,6 +31,7 @@ UNSUPPORTED = {
     "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "x-guidance",
 }  # fmt: skip
 # Keywords that do not constrain the output if they have one of these values; they are removed.
+LOW_BOUNDS = ("minimum", "exclusiveMinimum")
 EMPTY: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "dependencies": ({},),
@@ -47,6 +51,9 @@ FORMATS = {
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 SINGLE = ("items", "additionalProperties", "additionalItems")
+# The least bound of an integer that llguidance has an expression for: it reads bounds as floats, and this is the next
+# one after the least number of 64 bits.
+LEAST_INTEGER = -(2**63) + 1024
 DEFINITIONS = (("$defs",), ("definitions",))  # paths
 
 Path = tuple[str | int, ...]
@@ -58,25 +65,32 @@ class Grammar(NamedTuple):
     kind: str  # the engine's name
     text: str
     field: str
-    is_raw: bool = False  # constrains all of the text, with the delimiters of reasoning and calls; else the content
     compile_s: float = 0.0  # CPU time of compiling it, known once it has been checked
 
+    @property
+    def is_raw(self) -> bool:
+        """Whether it constrains all of the text, with the delimiters of reasoning and calls; else the content."""
+        return self.kind == "lark"
 
-def of_schema(schema: Any, field: str, *, is_raw: bool = False) -> Grammar:
+
+def of_schema(schema: Any, field: str) -> Grammar:
     """Return the grammar of output that follows a JSON schema, which may be given as text."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):  # find_problem refuses it
-            return Grammar("json_schema", schema, field, is_raw)
-    return Grammar("json_schema", compact(constraining(schema)), field, is_raw)
+            return Grammar("json_schema", schema, field)
+    return Grammar("json_schema", compact(constraining(schema)), field)
 
 
 def constraining(schema: Any) -> Any:
-    """Return a schema without the keywords that do not constrain the output, and with `propertyNames` replaced."""
+    """Return a schema without the keywords that do not constrain the output, in the form that llguidance supports.
+
+    `propertyNames` is replaced, the tags of a `oneOf` are required, and integers have bounds that it can enforce.
+    """
     text = compact(schema)
-    is_final = not any(f'"{keyword}"' in text for keyword in (*EMPTY, "format"))
-    if is_final or not isinstance(schema, dict) or len(text) > MAX_SOURCE:  # find_problem refuses a longer one
+    is_final = not any(f'"{keyword}"' in text for keyword in (*EMPTY, "format", "oneOf", *LOW_BOUNDS))
+    if is_final or not isinstance(schema, dict) or len(text) > MAX_SOURCE:  # the gate refuses a longer one
         return schema
     copy = json.loads(text)
     nodes = [*walk(copy)]
@@ -92,7 +106,20 @@ def constraining(schema: Any) -> Any:
             del node["format"]
         if "propertyNames" in node:
             left -= replace_names(node, copy, left)
+        if "oneOf" in node:
+            require_tag(node, copy)
+        _raise_bounds(node)
     return copy
+
+
+def _raise_bounds(schema: dict[str, Any]) -> None:
+    """Replace lower bounds of integers that llguidance cannot enforce by the least one that it can."""
+    types = schema.get("type")
+    types = types if isinstance(types, list) else [types]
+    for keyword in LOW_BOUNDS:
+        bound: Any = schema.get(keyword)
+        if "integer" in types and "number" not in types and type(bound) in (int, float) and bound < LEAST_INTEGER:
+            schema[keyword] = LEAST_INTEGER
 
 
 def compact(value: Any) -> str:
@@ -102,8 +129,6 @@ def compact(value: Any) -> str:
 
 def find_problem(kind: str, text: str) -> str | None:
     """Return the problem with a grammar as half a sentence; None if there is none."""
-    if len(text.encode("utf-8", "surrogatepass")) > MAX_SOURCE:
-        return f"it has more than {MAX_SOURCE} bytes"
     if kind == "regex" and is_too_long(text):
         return f"no text of less than {MAX_SHORTEST} characters matches it"
     if kind != "json_schema":
@@ -172,19 +197,10 @@ def _broken_reference(root: dict[str, Any], path: Path, reference: object) -> st
     where = f"'$ref' at '{pointer(*path, '$ref')}'"
     if not reference.startswith("#"):
         return None if "$id" in root or "id" in root else f"{where} leads out of the schema, which is not supported"
-    node: Any = root
-    if not reference.startswith("#/"):
+    # llguidance resolves the others: names, escaped characters, and what "$id" has moved.
+    if not reference.startswith("#/") or "%" in reference or "$id" in root:
         return None
-    for part in reference[2:].split("/"):
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, dict) and name in node:
-            node = node[name]
-        elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
-            node = node[int(name)]
-        else:
-            # llguidance resolves escaped names and bases that "$id" moves.
-            return None if "%" in name or "$id" in root else f"{where} leads to nothing"
-    return None
+    return f"{where} leads to nothing" if referred(root, reference) is None else None
 
 
 def _location(root: dict[str, Any]) -> str:

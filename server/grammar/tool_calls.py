@@ -15,7 +15,7 @@ from ..parsers.formats import CALL_DELIMITERS, DEEPSEEK, Formats
 from ..parsers.gemma import PREFIX
 from ..parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from ..parsers.parts import Schema
-from ..parsers.qwen_coder import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, types
+from ..parsers.qwen_coder import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, VALUE_ENDS, types
 from .gemma import Inexpressible, Writer
 from .rules import Lark, quoted
 from .schemas import walk
@@ -25,7 +25,10 @@ COMPOSED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalP
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
 LINE, NAME = "\n", "name"
 ANY_PARAMETER = r"/[^<>\r\n]{1,64}/"  # the name of a parameter that no schema lists
-# Its value: what begins like JSON has no open quotes at its end, since the parser takes a tag inside them for text.
+# A value has none of the tags that end it without its own.
+UNTAGGED = r"/(?s:.*)/ & ~/(?s:.*\n(<parameter=|<\/function>).*)/"
+# The value of a parameter that no schema lists: what begins like JSON has no open quotes at its end, since the parser
+# takes a tag inside them for text.
 ANY_VALUE = r"""/(?s:[^\[{"].*|([\[{]|"([^"\\]|\\.)*")([^"]|"([^"\\]|\\.)*")*)?/"""
 # Keywords of an object whose properties can be written one by one.
 ONE_BY_ONE = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
@@ -47,7 +50,7 @@ def call_grammar(
     parallel: bool,
     opened: bool,
     special: Mapping[str, int],
-    content: str | None = None,
+    content: tuple[str, str] | None = None,
     budget: int | None = None,
 ) -> Forced:
     """Return a grammar that makes a model call its tools with arguments that follow their schemas.
@@ -55,18 +58,17 @@ def call_grammar(
     `required`: the completion must be calls; otherwise it may be text too, but a call that begins must be valid, and
     `tools` may be empty. `parallel`: there may be several calls. `opened`: the prompt ends inside a block of reasoning,
     which the model may write in any case if its format has one. `special`: ids of all added tokens of the vocabulary
-    by their texts, whether they are flagged as special or not. `content`: the JSON schema of a completion without
-    calls; None: any text. `budget`: the maximum number of reasoning tokens, without the delimiter that ends
-    the reasoning, which must be a single token.
+    by their texts, whether they are flagged as special or not. `content`: the grammar of a completion without
+    calls (`json_schema`, `regex` or `choice`) and its text; None: any text. `budget`: the maximum number of reasoning
+    tokens, without the delimiter that ends the reasoning, which must be a single token.
     """
     if formats.tools is None or (formats.tools == "qwen3_coder" and not all(map(_can_be_tagged, tools.values()))):
         formats = formats._replace(tools="json")
-    schema = None if content is None else json.loads(content)
     try:
-        return _forced(Lark(special, formats, opened, schema, budget), tools, not required, parallel)
+        return _forced(Lark(special, formats, opened, content, budget), tools, not required, parallel)
     except Inexpressible:
         formats = formats._replace(tools="json")
-        return _forced(Lark(special, formats, opened, schema, budget), tools, not required, parallel)
+        return _forced(Lark(special, formats, opened, content, budget), tools, not required, parallel)
 
 
 def _forced(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> Forced:
@@ -79,14 +81,19 @@ def _forced(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bo
 def arguments(schema: Schema) -> Schema:
     """Return the schema of a call's arguments without its annotations.
 
-    The arguments are an object. If the schema lists its properties and has no COMPOSED keyword, no others are allowed.
+    The arguments are an object. If the schema lists its properties, with all that it requires, and has no COMPOSED
+    keyword, no others are allowed.
     """
     schema = json.loads(json.dumps(schema or NO_ARGUMENTS))
     for _, node, _ in walk(schema):
         for keyword in ANNOTATIONS:
             node.pop(keyword, None)
     schema["type"] = "object"
-    if "properties" in schema and not any(keyword in schema for keyword in COMPOSED):
+    required, properties = schema.get("required", []), schema.get("properties")
+    is_listed = (
+        isinstance(properties, dict) and isinstance(required, list) and all(key in properties for key in required)
+    )
+    if is_listed and not any(keyword in schema for keyword in COMPOSED):
         schema["additionalProperties"] = False
     return schema
 
@@ -242,7 +249,8 @@ def _tagged(lark: Lark, schema: Any, shared: Schema) -> str:
         return f"{lark.schema({**shared, **schema})} {quoted(LINE + END_PARAMETER)}"
     if "enum" in schema:
         return f"({' | '.join(quoted(f'{text}{LINE}{END_PARAMETER}') for text in schema['enum'])})"
-    return lark.until(END_PARAMETER)
+    lark.rules["STRING"] = UNTAGGED
+    return lark.until(END_PARAMETER, "STRING")
 
 
 def _is_open(schema: Schema) -> bool:
@@ -252,7 +260,7 @@ def _is_open(schema: Schema) -> bool:
 
 def _any_parameters(lark: Lark) -> str:
     """Return a rule for parameters that no schema lists, whose values may have any type."""
-    lark.rules["PARAMETER"], lark.rules["VALUE"] = ANY_PARAMETER, ANY_VALUE
+    lark.rules["PARAMETER"], lark.rules["VALUE"] = ANY_PARAMETER, f"{ANY_VALUE} & {UNTAGGED}"
     value = lark.until(END_PARAMETER, "VALUE")
     return f"({quoted(PARAMETER)} PARAMETER {quoted(f'>{LINE}')} {value} {quoted(LINE)})*"
 
@@ -276,5 +284,5 @@ def _are_texts(schema: Schema) -> bool:
     return (
         schema.keys() <= {"type", "enum"}
         and isinstance(values, list)
-        and all(isinstance(value, str) and END_PARAMETER not in value for value in values)
+        and all(isinstance(value, str) and not any(end in value for end in VALUE_ENDS) for value in values)
     )

@@ -8,6 +8,7 @@ from .formats import CALL_DELIMITERS
 from .scanner import END, Scanner, Script
 
 ARGUMENTS = ("arguments", "parameters")
+BEFORE_NAME = ("type", "id", *ARGUMENTS)  # keys of a call that models write before its name
 
 
 class Objects(Scanner):
@@ -50,6 +51,10 @@ class Objects(Scanner):
                 break
             self.record("", char)
             char = yield from self.white(char)
+            while char == "}" and self.closes:  # models close more objects than they have opened
+                char = yield from self.white((yield))
+            if any(delimiter.startswith(char) for delimiter in self.closes):
+                self.forget()
             if char == separator != END:
                 char = yield from self.white((yield))
         return are_calls, char
@@ -62,6 +67,9 @@ class Objects(Scanner):
         while True:
             key, char = yield from self._key((yield))
             if key is None:
+                return char
+            # Without delimiters any JSON may be the content, which streams once it cannot be a call.
+            if self.bare and name is None and key not in ("name", *BEFORE_NAME):
                 return char
             if key == "name" and name is None:
                 text, char = yield from self.string(char)

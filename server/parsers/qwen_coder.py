@@ -5,19 +5,25 @@ Values have no quotes, so their types are known only from the function's schema.
 
 from __future__ import annotations
 
+import ast
 import json
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from .formats import CALL_DELIMITERS
 from .parts import Schema
+from .references import referred
 from .scanner import END, NOTHING, Scanner, Script, Trimmer
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+# The ends of a value. Models forget the closing tag: at the beginning of a line the next tag ends a value, too.
+VALUE_ENDS = (END_PARAMETER, f"\n{PARAMETER}", f"\n{END_FUNCTION}")
 MAX_TAG = 256  # characters: names of functions have at most 64, of parameters seldom 32
 MAX_STEPS = 64  # schemas that are visited to find a parameter's types
 LITERALS = {"True": "true", "False": "false", "None": "null"}  # Python's, which models write too
+MAX_LITERAL = 1 << 14  # characters of a list or dict of Python's, each of which takes its parser 500 bytes and 1 μs
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
@@ -47,10 +53,12 @@ class Coder(Scanner):
         If a parameter occurs twice, its first value counts, which has been emitted before the second one begins.
         """
         names: set[str] = set()
+        begun = ""  # of a tag that has ended a value
         while True:
-            self.record("", char)
-            char = yield from self.white(char)
-            tag, char = yield from self._tag(char)
+            self.record(begun, char)
+            if not begun:
+                char = yield from self.white(char)
+            tag, char = yield from self._tag(begun, char)
             if tag.startswith(PARAMETER):
                 self.forget()
                 name = tag[len(PARAMETER) : -1]
@@ -58,7 +66,7 @@ class Coder(Scanner):
                 if is_new:
                     emit(f"{', ' if names else ''}{_quoted(name)}: ")
                     names.add(name)
-                char = yield from self._value(types(schema, name), char, emit if is_new else lambda _: None)
+                begun, char = yield from self._value(types(schema, name), char, emit if is_new else lambda _: None)
                 continue
             if char != END or tag:
                 emit("}")
@@ -66,9 +74,11 @@ class Coder(Scanner):
                 self.forget()
             return char
 
-    def _tag(self, char: str) -> Script[tuple[str, str]]:
-        """Read one of the two tags that may follow, or nothing."""
-        chars: list[str] = []
+    def _tag(self, begun: str, char: str) -> Script[tuple[str, str]]:
+        """Read one of the two tags that may follow, or nothing. `begun`: the part that has been read."""
+        if begun == END_FUNCTION:
+            return begun, char
+        chars = [*begun]
         while char not in (END, "\n") and len(chars) < MAX_TAG:
             chars.append(char)
             tag = "".join(chars)
@@ -79,8 +89,11 @@ class Coder(Scanner):
                 break
         return "", char
 
-    def _value(self, types: frozenset[str], char: str, emit: Callable[[str], None]) -> Script[str]:
-        """Read one value, without the line ends around it, and emit it as JSON."""
+    def _value(self, types: frozenset[str], char: str, emit: Callable[[str], None]) -> Script[tuple[str, str]]:
+        """Read one value, without the line ends around it, and emit it as JSON.
+
+        Return the part of the next tag that has been read with its end, and the next character.
+        """
         is_text = types == {"string"}
         if is_text:
             emit('"')
@@ -88,18 +101,19 @@ class Coder(Scanner):
             char = yield
         value = Raw()
         trimmed = Trimmer((lambda text: emit(_quoted(text)[1:-1])) if is_text else value.add, NOTHING, frozenset("\n"))
-        delimiter = yield from self.until((END_PARAMETER,), char, trimmed)
+        delimiter = yield from self.until(VALUE_ENDS, char, trimmed)
         while delimiter != END and value.is_quoted and "string" not in types:
             trimmed.add(delimiter)
-            delimiter = yield from self.until((END_PARAMETER,), (yield), trimmed)
+            delimiter = yield from self.until(VALUE_ENDS, (yield), trimmed)
         if delimiter == END:
             trimmed.flush(but=int(self._cut_before is not None))  # the line end may belong to the tag
             if not is_text:
                 emit(value.text)
-            return END
-        trimmed.flush(but=1)
+            return "", END
+        is_closed = delimiter == END_PARAMETER
+        trimmed.flush(but=int(is_closed))
         emit('"' if is_text else as_json(value.text, types))
-        return (yield)
+        return "" if is_closed else delimiter[1:], (yield)
 
 
 class Raw:
@@ -148,7 +162,7 @@ def types(schema: Schema, name: str) -> frozenset[str]:
         elif values:
             found |= {TYPES.get(type(value), "null") for value in values}
         elif isinstance(reference := node.get("$ref"), str):
-            todo.append(_resolve(schema, reference))
+            todo.append(referred(schema, reference))
         elif isinstance(inner := node.get("anyOf") or node.get("oneOf") or node.get("allOf"), list):
             todo += inner
         else:
@@ -165,15 +179,25 @@ def as_json(text: str, types: frozenset[str]) -> str:
     try:
         json.loads(bare, parse_constant=_no_json)
     except (ValueError, RecursionError):
-        return _quoted(text)
+        is_literal = bare.startswith(("[", "{")) and types & {"array", "object"}
+        return (_of_literal(bare) if is_literal else None) or _quoted(text)
     return bare
 
 
-def _resolve(schema: Schema, reference: str) -> Any:
-    node: Any = schema
-    for part in reference.removeprefix("#").split("/")[1:]:
-        node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
-    return node
+def _of_literal(text: str) -> str | None:
+    """Return a list or dict of Python's as JSON, None if the text is none or JSON has no such value."""
+    if len(text) > MAX_LITERAL:
+        return None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about escapes that Python does not know
+            value = ast.literal_eval(text)
+        if not isinstance(value, list | dict):
+            return None
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written.encode()  # raises ValueError for a lone surrogate
+        return written
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
 
 
 def _no_json(name: str) -> None:

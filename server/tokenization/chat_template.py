@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from .demands import Demands, attribute_of
 from .generic_tools import described, renders_tools
 from .renderer import FAILED, MAX_CHARACTERS, NO_TEMPLATE, TOO_LONG, Message, TemplateError
 
@@ -67,6 +68,7 @@ class ChatTemplate:
             raise TemplateError(f"The model's chat template has a syntax error{line}.") from error
         self.loops_over_content = any(content.has(loop.iter) for loop in tree.find_all(nodes.For))
         self.tests_content = any(test.name in KINDS and content.has(test.node) for test in tree.find_all(nodes.Test))
+        self.demands = Demands(source, tree)
         self.knows_tools = renders_tools(source)
         self.knows_developer = any(const.value == "developer" for const in tree.find_all(nodes.Const))
         self.takes_system: bool | None = None  # None: not known yet
@@ -132,7 +134,7 @@ class ChatTemplates:
         variables = {
             **self._special_tokens,
             "messages": chat,
-            "tools": tools or None,
+            "tools": template.demands.tools(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -159,7 +161,8 @@ class ChatTemplates:
 
 def prepare(messages: list[Message], template: ChatTemplate) -> list[Message]:
     """Copy the messages in the form that the template needs; raises TemplateError."""
-    return _merge_instructions([_prepare(i, message, template) for i, message in enumerate(messages)], template)
+    prepared = [_prepare(i, message, template) for i, message in enumerate(messages)]
+    return template.demands.messages(_merge_instructions(prepared, template))
 
 
 def _prepare(index: int, message: Message, template: ChatTemplate) -> Message:
@@ -256,9 +259,14 @@ class _Content:
 
     def __init__(self, tree: nodes.Template) -> None:
         self._names = {"content"}  # and names that it is assigned to
-        for assign in tree.find_all(nodes.Assign):
-            if isinstance(assign.target, nodes.Name) and self.has(assign.node):
-                self._names.add(assign.target.name)
+        assigned = [
+            (each.target.name, each.node) for each in tree.find_all(nodes.Assign) if isinstance(each.target, nodes.Name)
+        ]
+        # Mistral's `tool_calls` is a message's content only where that is a list of calls, which no request has.
+        others = {name for name, node in assigned if attribute_of(node) is not None and not self.has(node)}
+        for name, node in assigned:
+            if name not in others and self.has(node):
+                self._names.add(name)
 
     def has(self, node: nodes.Node | None) -> bool:
         match node:
@@ -266,13 +274,9 @@ class _Content:
                 return node.name in self._TRANSPARENT and self.has(node.node)
             case nodes.CondExpr():
                 return self.has(node.expr1) or self.has(node.expr2)
-            case nodes.Getattr():
-                return node.attr == "content"
-            case nodes.Getitem():
-                return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
             case nodes.Name():
                 return node.name in self._names
-        return False
+        return attribute_of(node) == "content"
 
 
 def _to_json(

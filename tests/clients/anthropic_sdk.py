@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import anthropic
@@ -97,7 +98,9 @@ def messages_tools(place: Place) -> None:
     tool = anthropic.beta_tool(look)
     call = '<tool_call>\n{"name": "lookout", "arguments": {"side": "port", "far": true}}\n</tool_call>'
     runner = client.beta.messages.tool_runner(
-        **asked(place, extra_body={**COLD, "structured_outputs": {"choice": [call]}}), tools=[tool], max_iterations=2
+        **asked(place, extra_body={**COLD, "structured_outputs": {"grammar": f"start: {json.dumps(call)}"}}),
+        tools=[tool],
+        max_iterations=2,
     )
     assert [message.stop_reason for message in runner] == ["tool_use", "tool_use"]
     assert "Far to port" in str(runner.generate_tool_call_response())

@@ -38,7 +38,8 @@ LONG_MODEL, LONG_CONTEXT = "long", 32768
 # Open WebUI asks for title, tags and follow-up questions in words, and reads each from a JSON object. This model writes
 # no JSON by itself; the three requests get the same object.
 TITLE, TAG, FOLLOW_UPS = "Whales at sea", "Whales", ["What is a block?", "What is 8 + 5?"]
-TASKS = {"structured_outputs": {"choice": [json.dumps({"title": TITLE, "tags": [TAG], "follow_ups": FOLLOW_UPS})]}}
+TASK = json.dumps({"title": TITLE, "tags": [TAG], "follow_ups": FOLLOW_UPS})
+TASKS = {"structured_outputs": {"grammar": f"start: {json.dumps(TASK)}"}}
 # The first answer to a message must be a call of this tool, and the one to its result a text. The two requests differ
 # in nothing but their messages, so that a filter, which is Open WebUI's way to change requests, prescribes them.
 CALLED = "get_current_timestamp"
@@ -47,7 +48,8 @@ FILTER = f"""
 class Filter:
     def request(self, body):
         has_result = body["messages"][-1]["role"] == "tool"
-        body["structured_outputs"] = {{"choice": [{SAID!r} if has_result else {CALL!r}]}}
+        said = {json.dumps(SAID)!r} if has_result else {json.dumps(CALL)!r}
+        body["structured_outputs"] = {{"grammar": "start: " + said}}
         return body
 """
 ANSWERS = "#response-content-container"

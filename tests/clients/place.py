@@ -29,7 +29,7 @@ LONG = {"max_tokens": 1500, "messages": [{"role": "user", "content": "Tell me a 
 
 # The marks of reasoning are read by the parser, whoever writes them.
 THOUGHT, SAID = "A whale.", "Yes."
-THINKS = {"structured_outputs": {"choice": [f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"]}}
+THINKS = {"structured_outputs": {"grammar": f'start: "<think>\\n{THOUGHT}\\n</think>\\n\\n{SAID}"'}}
 # The model would end it; nothing else does within the limit.
 ENDLESS = {"ignore_eos": True}
 

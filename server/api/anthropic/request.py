@@ -246,9 +246,8 @@ class MessagesPrompt(Wire):
     def _has_those_referred_to(
         cls, value: list[MessagesTool] | None, info: ValidationInfo
     ) -> list[MessagesTool] | None:
-        names = {tool.name for tool in value or ()}
-        if missing := sorted(references(info.data.get("messages") or []) - names):
-            raise clash(f"must hold the tool {missing[0]}, which a tool_reference names")
+        if references(info.data.get("messages") or []) - {tool.name for tool in value or ()}:
+            raise clash("must hold every tool that a tool_reference in the messages names")
         return value
 
     @field_validator("tool_choice")

@@ -125,7 +125,7 @@ async def model(model_id: str, app: AppDep) -> Card:
     return card(app, app.check_model(model_id))
 
 
-EFFORTS = ("reasoning_effort", "reasoning.effort", "output_config.effort")
+EFFORTS = ("reasoning_effort", "reasoning.effort", "output_config.effort", "messages[].output_config.effort")
 
 
 class Capability(Wire):

@@ -119,7 +119,8 @@ async def test_capabilities_say_whether_an_effort_has_an_effect(tmp_path, templa
     async with serving(path) as (client, _):
         rows = (await client.get("/v1/capabilities")).json()
         seen = {row["field"]: row["kind"] for row in rows if row["field"].endswith("effort")}
-    assert seen == dict.fromkeys(("reasoning_effort", "reasoning.effort", "output_config.effort"), kind)
+    fields = ("reasoning_effort", "reasoning.effort", "output_config.effort", "messages[].output_config.effort")
+    assert seen == dict.fromkeys(fields, kind)
 
 
 async def test_an_effort_that_there_is_not_is_refused(folder):

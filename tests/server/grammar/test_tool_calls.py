@@ -12,11 +12,11 @@ import pytest
 import tokenizers
 from llguidance import LLMatcher
 
-from engine import builtin
+from engine import GrammarTrial, builtin
 from engine.grammar import limits, source
 from engine.grammar.table import Table
 from server.grammar.rules import Lark
-from server.grammar.schemas import MAX_SOURCE, find_problem
+from server.grammar.schemas import MAX_WRITTEN, find_problem
 from server.grammar.tool_calls import arguments, call_grammar
 from server.parsers.formats import BLOCKS, REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters
 from server.parsers.parts import join
@@ -282,6 +282,24 @@ def test_functions_with_any_arguments_are_called_in_the_native_format(small, too
     assert find_problem(made.kind, made.text) is None
 
 
+@pytest.mark.parametrize("parameters", [ANY, {"type": "object", "properties": {"a": {"type": "string"}}}])
+def test_values_between_tags_hold_no_tag_that_ends_them(small, parameters):
+    lark = shaped(small, Formats("qwen3_coder"), {"f": parameters}, required=True)
+    for value, allowed in (
+        ("x <parameter=b>", True),
+        ("</function>\n</tool_call>", True),
+        ("x\n</functions>", True),
+        ("x\n</function>", False),
+        ("x\n<parameter=b>\ny", False),
+    ):
+        text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        assert small.allows(lark, text) == allowed, value
+        made = [
+            json.loads(call.arguments) for call in read(Formats("qwen3_coder"), text, tools={"f": parameters}).calls
+        ]
+        assert (made == [{"a": value}]) == allowed, value
+
+
 GEMMA_OBJECTS = [
     ("{}", {}),
     (
@@ -369,11 +387,11 @@ def test_rules_that_grow_beyond_the_limit_are_given_up_at_once(monkeypatch):
     sizes = []
     add = Lark._add
     monkeypatch.setattr(Lark, "_add", lambda lark, *rule: (add(lark, *rule), sizes.append(lark.size))[0])
-    inner = {"type": ["integer"] * 1000, "maximum": 1, "x-note": "x" * 10_000}
+    inner = {"type": ["integer", "number", "boolean", "null"], "maximum": 1, "x-note": "x" * 100_000}
     tools = {"f": {"type": "object", "properties": {"a": inner}}}
     made = call_grammar(Formats("gemma4"), tools, required=True, parallel=True, opened=False, special={})
     assert made.formats == Formats("json")
-    assert MAX_SOURCE < max(sizes) < MAX_SOURCE + 20_000
+    assert MAX_WRITTEN < max(sizes) < MAX_WRITTEN + 100_000
 
 
 def test_choices_of_gemma_follow_their_type(small):
@@ -407,6 +425,8 @@ def test_arguments_allow_no_other_properties_by_default():
     for more in ({"additionalProperties": {"type": "integer"}}, {"anyOf": [{"required": ["a"]}]}):
         schema = {"type": "object", "properties": {"a": {}}, **more}
         assert arguments(schema) == schema
+    unlisted = {"type": "object", "properties": {"a": {}}, "required": ["b"]}
+    assert arguments(unlisted) == unlisted
 
 
 def tool_sets(data):
@@ -428,6 +448,17 @@ def test_all_recorded_functions_can_be_forced(data):
             refused[case] = reason
     assert count > 900
     assert refused == {}
+
+
+@EACH
+def test_as_many_recorded_functions_as_a_request_may_have_can_be_forced_together(data, tools):
+    every = {name: schema for _, functions in tool_sets(data) for name, schema in functions.items()}
+    functions = dict(itertools.islice(every.items(), 256))
+    options = {"required": True, "parallel": True, "opened": False, "special": {}, "budget": 100}
+    made = call_grammar(formats_of(tools), functions, **options)
+    assert len(functions) == 256 and 64 << 10 < len(made.text) < MAX_WRITTEN
+    assert find_problem(made.kind, made.text) is None
+    assert GrammarTrial(1000).problem(made.kind, made.text) is None
 
 
 @EACH
@@ -461,7 +492,7 @@ def shaped(sampler: Sampler, formats: Formats, tools=None, **more):
 def test_completion_follows_its_schema_or_is_a_call(request, small, tools, spelling):
     sampler = small if spelling == "characters" else request.getfixturevalue("large")
     formats = formats_of(tools)
-    lark = shaped(sampler, formats, TOOLS, content=json.dumps(WHALE))
+    lark = shaped(sampler, formats, TOOLS, content=("json_schema", json.dumps(WHALE)))
     assert find_problem("lark", lark) is None
     messages = []
     for seed in range(16):
@@ -476,9 +507,26 @@ def test_completion_follows_its_schema_or_is_a_call(request, small, tools, spell
     assert not sampler.allows(lark, "The sea.")
 
 
+@pytest.mark.parametrize(
+    ("content", "follows", "other"),
+    [
+        (("choice", json.dumps(["aye/", 'no "\\\n\x7f', ""])), ["aye/", 'no "\\\n\x7f', ""], "ay"),
+        (("regex", "^a/\n\\/[/b]$"), ["a/\n/b", "a/\n//"], "^a/\n/b"),
+        (("regex", ""), [""], "a"),
+    ],
+)
+@pytest.mark.parametrize("tools", [{}, TOOLS], ids=["alone", "tools"])
+def test_reasoning_or_calls_precede_the_content_of_any_grammar(small, content, follows, other, tools):
+    lark = shaped(small, Formats("hermes", "think"), tools, content=content)
+    assert find_problem("lark", lark) is None
+    for each in follows:
+        assert small.allows(lark, each) and small.allows(lark, f"<think>\nSome.\n</think>\n\n{each}")
+    assert not small.allows(lark, other) and not small.allows(lark, f"<think>\nSome.\n</think>\n\n{other}")
+
+
 @pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
 def test_reasoning_precedes_the_content_of_a_schema(small, opened):
-    lark = shaped(small, Formats(None, "think"), content=json.dumps(WHALE), opened=opened)
+    lark = shaped(small, Formats(None, "think"), content=("json_schema", json.dumps(WHALE)), opened=opened)
     assert small.allows(lark, ("" if opened else "<think>\n") + 'Some.\n</think>\n\n{"teeth": 50}')
     assert small.allows(lark, '{"teeth": 50}') is not opened
     assert not small.allows(lark, ("" if opened else "<think>\n") + "Some.\n</think>\n\nFifty.")
