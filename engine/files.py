@@ -74,3 +74,9 @@ def check_values(path: Path, data: bytes) -> None:
     """Raise ModelError for JSON with more than MAX_VALUES values."""
     if sum(data.count(delimiter) for delimiter in VALUE_DELIMITERS) > MAX_VALUES:
         raise ModelError(f"{path} holds more than {MAX_VALUES:,} values")
+
+
+def shown(value: object) -> str:
+    """Return a value of config.json for an error message: on one line, truncated."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 64 else f"{text[:61]}..."

@@ -145,7 +145,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gelu": ("llama", {**BASE, "hidden_act": "gelu"}),
     **{f"llama-{name}": ("llama", {**BASE, "rope_parameters": rope}) for name, rope in ROPES.items()},
     "mistral": ("mistral", {**BASE, "sliding_window": 8}),
+    "mistral-layers": (
+        "mistral",
+        {**BASE, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
     "mistral-full": ("mistral", {**BASE, "sliding_window": None}),
+    "ministral": (
+        "ministral",
+        {**BASE, **HEAD, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
     "ministral3": ("ministral3", {**BASE, **MINISTRAL3}),
     "qwen2": ("qwen2", {**BASE, "tie_word_embeddings": True}),
     "qwen2-window": (

@@ -36,7 +36,7 @@ def variant(isa: str) -> tuple[ctypes.CDLL, str]:
     if isa == "torch":
         raise ConfigError("`cpu_isa=torch` disables the CPU kernels")
     try:
-        loaded, features = library.load(build.library())
+        loaded, features = library.load_built()
     except (build.BuildError, OSError) as error:
         raise ConfigError(f"there are no CPU kernels: {error}") from None
     have = library.best_first(features)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -76,12 +77,9 @@ PARAMETERS = {
 }
 MAX_FACTOR = 1 << 20  # of a linear scaling
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
-# What keys of rotary scalings may say: Pequod computes nothing else. A negative number leaves it to the program.
-COMPUTED = {
-    "rope.scaling.attn_factor": (1.0,),
-    "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
-}
+ATTENTION_FACTORS = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
+FACTOR_ERROR = 1e-4  # up to which an attention factor is the one that is computed: converters round it differently
+EXTRAPOLATION = "rope.scaling.yarn_ext_factor"  # a negative number leaves it to the program
 SIGMOID = 2  # as expert_gating_func
 NORMS_AROUND = {"ffn_norm": "pre_feedforward_layernorm"}  # there is one after attention, too
 
@@ -368,9 +366,9 @@ def scaling_of(keys: Keys, head_dim: int) -> dict[str, Any] | None:
     kind = keys.get("rope.scaling.type")
     if keys.architecture == "phi3" and LONG_FACTORS in keys.tensors:
         return None
-    for key, values in COMPUTED.items():
-        if (value := keys.number(key, values[0])) not in values:
-            raise ModelError(f"the GGUF file's {keys.architecture}.{key} of {value:.6g} is not supported")
+    if (value := keys.number(EXTRAPOLATION, 1.0)) not in (1.0, -1.0):
+        raise ModelError(f"the GGUF file's {keys.architecture}.{EXTRAPOLATION} of {value:.6g} is not supported")
+    attention = _attention_factor(keys, is_yarn=kind == "yarn")
     if not LISTS.isdisjoint(keys.tensors):
         raise ModelError("the GGUF file has factors of rotary frequencies that its architecture does not use")
     if kind in (None, "linear"):  # older files have no type, and the factor by another name
@@ -388,7 +386,25 @@ def scaling_of(keys: Keys, head_dim: int) -> dict[str, Any] | None:
         "original_max_position_embeddings": keys.number("rope.scaling.original_context_length"),
     }
     given = {name: keys.number(f"rope.scaling.yarn_{name}", 0) for name in ("beta_fast", "beta_slow")}
+    given["attention_factor"] = attention
     return scaling | {name: value for name, value in given.items() if value}
+
+
+def _attention_factor(keys: Keys, *, is_yarn: bool) -> float | None:
+    """Return attention_factor of config.json; None: the one that follows from the scaling.
+
+    Raises ModelError if the file names another.
+    """
+    given = {key: keys.number(key) for key in ATTENTION_FACTORS if keys.get(key) is not None}
+    if is_yarn and keys.architecture == "olmo2":  # whose converter copies the value of config.json
+        return next(iter(given.values()), None)
+    computed = 1.0
+    if is_yarn and not keys.number(LOG_MULTIPLIER, 0):
+        computed += 0.1 * math.log(max(1.0, keys.number("rope.scaling.factor")))
+    for key, value in given.items():
+        if min(abs(value - 1.0), abs(value - computed)) > FACTOR_ERROR:
+            raise ModelError(f"the GGUF file's {keys.architecture}.{key} of {value:.6g} is not supported")
+    return None
 
 
 def is_norm(name: str) -> bool:

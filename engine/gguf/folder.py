@@ -15,14 +15,14 @@ from .config import checkpoint_names, config_of
 from .reader import PART, files_of, read
 from .tokenizer import Vocabulary
 
-FORMAT = 3  # of the folders; another number makes new ones
+FORMAT = 4  # of the folders; another number makes new ones
 TENSORS = "tensors.json"
 
 
 def folder_of(path: Path) -> Path:
     """Return the model folder of a GGUF file, converting the file if that has not been done. Raises ModelError."""
     try:
-        path = path.resolve()
+        path = _named(path)
         stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files_of(path)]
         key = hashlib.sha256(repr((FORMAT, stats)).encode()).hexdigest()[:24]
         folder = cache_folder() / key / model_name(path)
@@ -31,6 +31,17 @@ def folder_of(path: Path) -> Path:
     except OSError as error:
         raise ModelError(f"{path} cannot be converted: {error.strerror}: {error.filename}") from None
     return folder
+
+
+def _named(path: Path) -> Path:
+    """Return the absolute path of a file under the name that says which model it is.
+
+    In a hub's cache it is the name of a link, whose target is called by its hash. Elsewhere a link may have any name,
+    and its target that of a part.
+    """
+    target = path.resolve()
+    is_part = PART.fullmatch(target.name) is not None and PART.fullmatch(path.name) is None
+    return target if is_part else path.parent.resolve() / path.name
 
 
 def is_converted(folder: Path) -> bool:

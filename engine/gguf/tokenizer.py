@@ -44,6 +44,8 @@ END_TOKENS = {
 RETURN, CALL, MESSAGE_END = "<|return|>", "<|call|>", "<|end|>"
 TOOL_RESPONSE = "<|tool_response>"  # ends Gemma 4's tool calls; in files its type is that of text
 LONGEST_MERGED = 256  # characters of a token that merges are sought for; the longest real ones have 128
+# Special tokens of Phi-3 after which whitespace is kept; it belongs to the others, as llama.cpp has it.
+UNSTRIPPED = {"<unk>", "<s>", "<|endoftext|>"}
 NAMED_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -90,13 +92,14 @@ class Vocabulary:
             raise ModelError(
                 f"the GGUF file's tokenizer {str(kind)[:64]!r} is not supported; gpt2, llama and gemma4 are"
             )
+        strips = kind == "llama" and self.metadata.get("general.architecture") == "phi3"
         added = [
             {
                 "id": index,
                 "content": token,
                 "single_word": False,
                 "lstrip": False,
-                "rstrip": False,
+                "rstrip": strips and token not in UNSTRIPPED,
                 "normalized": False,
                 "special": self.types[index] != USER_DEFINED,
             }

@@ -4,7 +4,8 @@ file.
 One shared library contains every variant. Its name has a hash of the sources and the compiler's options, so that a
 library of other sources is never loaded. If Pequod was installed with a compiler, the library is beside the sources.
 Otherwise (a checkout that was not installed, changed sources, a compiler installed later) it is compiled in seconds at
-the first start, into the user's cache directory.
+the first start, into the user's cache directory. So is one that cannot be loaded, because it was made on a machine with
+another C library.
 """
 
 from __future__ import annotations
@@ -126,24 +127,23 @@ def _emulating(isa: str) -> list[str]:
     ]
 
 
-def library(*, emulate: str = "", beside: bool = False) -> Path:
+def library(*, emulate: str = "", beside: bool = False, broken: Path | None = None) -> Path:
     """Return the path of the library of these sources, compiling it if it does not exist. Raises BuildError.
 
     `emulate`: see `compile_into`. `beside`: compile it beside the sources, for the install, not into the cache
-    directory.
+    directory. `broken`: a library that cannot be loaded, which counts as missing.
     """
     name = file_name(emulate=emulate)
-    if (HERE / name).is_file():
-        return HERE / name
     folder = HERE if beside else cache_folder()
-    if (folder / name).is_file():
-        return folder / name
+    for path in (HERE / name, folder / name):
+        if path.is_file() and path != broken:
+            return path
     if reason := supported():
         raise BuildError(reason)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / ".lock"):
-            if not (folder / name).is_file():
+            if folder / name == broken or not (folder / name).is_file():
                 compile_into(folder, emulate=emulate)
     except OSError as error:
         raise BuildError(f"{folder} cannot be written: {error.strerror}") from None
@@ -151,8 +151,12 @@ def library(*, emulate: str = "", beside: bool = False) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the directory for libraries that are compiled at the first start."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pequod" / "kernels"
+    """Return the directory for libraries that are compiled at the first start.
+
+    Machines with different C libraries may share a home, so each version has its own.
+    """
+    libc = "".join(platform.libc_ver()) or "other"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pequod" / "kernels" / libc
 
 
 @contextlib.contextmanager

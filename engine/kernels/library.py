@@ -186,6 +186,21 @@ def load(path: Path) -> tuple[ctypes.CDLL, int]:
     return library, features
 
 
+def load_built() -> tuple[ctypes.CDLL, int]:
+    """Load the library of these sources, compiling it if necessary; see `load`. Raises build.BuildError or OSError."""
+    path = build.library()
+    try:
+        return load(path)
+    except OSError:
+        return load(_compiled_again(path))
+
+
+@cache
+def _compiled_again(broken: Path) -> Path:
+    """Return a library in place of one that cannot be loaded. It is compiled once in a process."""
+    return build.library(broken=broken)
+
+
 def _tried(library: ctypes.CDLL, other: str) -> int:
     """Return the features of a processor with tiles. `other`: the fastest variant without them."""
     failed = library.trial_amx()
@@ -196,7 +211,7 @@ def _tried(library: ctypes.CDLL, other: str) -> int:
 
 def available() -> list[str]:
     """Return the variants that this processor can run, fastest first. Raises build.BuildError or OSError."""
-    return best_first(load(build.library())[1])
+    return best_first(load_built()[1])
 
 
 def best_first(features: int) -> list[str]:
@@ -222,7 +237,7 @@ def choose(setting: str, device: torch.device, dtype: torch.dtype, *, quantized:
         lost = f"the CPU kernels take {' and '.join(DTYPES.values())}: torch computes the products of this model"
         return Choice(None, lost, "`dtype=bfloat16`")
     try:
-        library, features = load(build.library())
+        library, features = load_built()
     except (build.BuildError, OSError) as error:
         if setting != "auto":
             raise ConfigError(f"`cpu_isa={setting}` needs CPU kernels, and there are none: {error}") from None
@@ -270,7 +285,7 @@ def for_sampling(setting: str, device: torch.device, dtype: torch.dtype) -> Kern
     isa = settle(setting, device)
     if device.type != "cpu" or isa == "torch" or dtype == torch.float64:
         return None
-    return Kernels(load(build.library())[0], BASES.get(isa, isa))
+    return Kernels(load_built()[0], BASES.get(isa, isa))
 
 
 def settle(setting: str, device: torch.device) -> str:
@@ -281,7 +296,7 @@ def settle(setting: str, device: torch.device) -> str:
     if device.type != "cpu" or setting == "torch":
         return setting
     try:
-        have = best_first(load(build.library())[1])
+        have = best_first(load_built()[1])
     except (build.BuildError, OSError):
         return "torch"
     return next((isa for isa in have if setting in ("auto", isa)), "torch")
@@ -303,7 +318,7 @@ def _for_quantized(setting: str, device: torch.device, dtype: torch.dtype) -> Ch
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(f"{need}, which take {' and '.join(DTYPES.values())}, not {name}: set `dtype=bfloat16`")
     try:
-        library, features = load(build.library())
+        library, features = load_built()
     except (build.BuildError, OSError) as error:
         raise ConfigError(f"{need}, and there are none: {error}") from None
     have = [isa for isa in best_first(features) if _quantizes(isa, features)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..config import EngineConfig
+from ..files import shown
 from ..gguf import folder as gguf
 from ..kernels.library import Choice
 from ..quantized.config import parse
@@ -17,10 +18,9 @@ from .dummy import DummyWeights
 from .families import FAMILIES, architecture
 from .fitting import fit, product
 from .forward import Forward, Outputs
-from .keys import shown
 from .model import Model, Progress
 from .multimodal import text_part
-from .spec import ModelSpec, read_config, read_spec
+from .spec import ModelSpec, read_config, read_spec, with_dtype
 from .stacked import StackedCheckpoint
 from .weights import Checkpoint
 
@@ -40,6 +40,7 @@ def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
         return spec, DummyWeights(folder, spec)
     source = read_config(folder)
     checkpoint = _checkpoint(folder, source)
+    source = with_dtype(source, checkpoint)
     if source.get("quantization_config") and not gguf.is_converted(folder):
         from ..quantized.checkpoint import QuantizedCheckpoint
 

@@ -33,6 +33,18 @@ def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
             starts += [f"{prefix}layers.{index}.self_attn.{name}." for name in names]
     for name in sorted(entries.keys() - targets.keys()):
         # An additional tensor means that config.json describes another model. These are harmless.
+        module, _, last = name.rpartition(".")
+        weight = targets.get(f"{module}.weight") if spec.method == "gptq" and last == "bias" else None
+        if weight is not None and entries[name].shape == weight.shape[:1] and _is_zero(checkpoint, name):
+            continue  # AutoGPTQ writes a bias for each linear layer
         of_another_part = spec.is_part and not name.startswith(prefix) and not name.endswith("lm_head.weight")
         if not (name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(starts)) or of_another_part):
             raise ModelError(f"the checkpoint holds the tensor {name}, which {spec.architecture} does not have")
+
+
+def _is_zero(checkpoint: Checkpoint, name: str) -> bool:
+    """Return whether all numbers of a tensor are 0."""
+    try:
+        return not checkpoint.rows(name, checkpoint.entries[name].shape[0]).float().any()
+    finally:
+        checkpoint.close()

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..files import shown
 from ..types import ModelError
 from .family import AFTER, AROUND, ONCE, ExpertKeys, Family, NormKind, NormNames, ScaleKey, ScaleKeys, Stacking
-from .keys import shown
 
 FAMILIES = {
     "LlamaForCausalLM": Family(mlp_bias=True),
@@ -257,6 +257,8 @@ FAMILIES = {
         ),
     ),
 }
+# Mistral with windows on some layers, as transformers names it.
+FAMILIES["MinistralForCausalLM"] = FAMILIES["MistralForCausalLM"]
 # The text parts of models that read images, as transformers names them.
 FAMILIES["Glm4vTextModel"] = replace(
     FAMILIES["Glm4ForCausalLM"], qkv_bias=True, head_dim=None, max_positions=32768, norm_eps=1e-5, rotated_part=1.0
@@ -298,6 +300,7 @@ FAMILIES["GraniteMoeGguf"] = replace(FAMILIES["GraniteMoeForCausalLM"], experts=
 MODEL_TYPES = {  # for a config.json without `architectures`
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

@@ -98,8 +98,10 @@ class Family:
     head_dim: int | None = None  # None: hidden_size / heads
     kv_heads: int | None = None  # None: as many as heads
     max_positions: int = 2048
-    window: int | None = None  # default of sliding_window, on every layer; 0: none, None: the key is not read
-    layer_windows: bool = False  # use_sliding_window, max_window_layers and layer_types are read
+    # Default of sliding_window, on the layers that layer_types names, or else on every one; 0: none, None: the keys are
+    # not read.
+    window: int | None = None
+    layer_windows: bool = False  # use_sliding_window and max_window_layers are read, too
     norm_eps: float = 1e-6
     eps_key: str = "rms_norm_eps"
     # What is one tensor in checkpoints: gate and up; or gate and up, and Q, K and V.
@@ -124,7 +126,7 @@ class Family:
     layers_differ: bool = False  # the keys that layer_kinds.shapes reads are read; the last layer has no window
     has_layer_inputs: bool = False  # see layer_inputs.py; the keys of its sizes are read
     scales_layers: bool = False  # the result of each layer is multiplied by a weight of the checkpoint
-    # layer_types is read, or else every n-th layer has no window: n is sliding_window_pattern, with this default.
+    # Without layer_types every n-th layer has no window: n is sliding_window_pattern, with this default.
     window_step: int | None = None
     # Layers with a window have a rotary embedding of their own: key of its base, if there is one, and default.
     local_rope: tuple[str, float] | None = None

@@ -27,7 +27,7 @@ from ..attention import AttentionMeta, KVCache
 from ..attention.reference import Reference
 from ..bounds import MAX_LAYERS, MAX_SIZE
 from ..config import EngineConfig
-from ..files import read_json
+from ..files import read_json, shown
 from ..kernels.library import Choice, Kernels
 from ..out_of_memory import is_out_of_memory
 from ..types import ModelError
@@ -35,7 +35,6 @@ from .dummy import DummyWeights, initialize
 from .executor import Executor
 from .families import architecture
 from .forward import Forward, Outputs
-from .keys import shown
 from .packing import Swap, pack, unpack
 from .rope import MAX_NUMBER
 from .spec import ModelSpec, choose_dtype, serve_len

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..files import shown
 from ..types import ModelError
 from .rope import MAX_NUMBER
 
@@ -38,9 +39,3 @@ def number(source: Mapping[str, Any], key: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
         raise ModelError(f"config.json: {key} must be a number, not {shown(repr(value))}")
     return float(value)
-
-
-def shown(value: object) -> str:
-    """Return a value of config.json for an error message: on one line, truncated."""
-    text = " ".join(str(value).split())
-    return text if len(text) <= 64 else f"{text[:61]}..."

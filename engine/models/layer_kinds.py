@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from ..bounds import MAX_EXPERTS, MAX_HEADS, MAX_SIZE
+from ..files import shown
 from ..types import ModelError
 from .decoder_spec import InputsSpec, LayerShape, Scales
 from .experts import ExpertsSpec, Sigmoids
 from .family import Family, ScaleKey
-from .keys import count_of, number, shown, whole
+from .keys import count_of, number, whole
 from .layers import ACTIVATIONS, Clamp
-from .rope import SCALINGS, Rope, read_rope, rope_parameters
+from .rope import SCALINGS, Rope, read_rope, rope_parameters, scaling_type
 
 MAX_PERIODS = 1 << 12  # after which the scale of queries grows; there is a table of them
 KINDS = {"full_attention", "sliding_attention"}
@@ -27,17 +28,18 @@ def unsupported(source: Mapping[str, Any], architecture: str, family: Family) ->
     activation = activation_of(source, family)
     if activation not in ACTIVATIONS:
         return f"the native implementation has no activation '{shown(activation)}'"
-    if source.get("use_bidirectional_attention") and source["use_bidirectional_attention"] != "vision":
+    bidirectional = source.get("use_bidirectional_attention")
+    if source.get("is_causal") is False or (bidirectional and bidirectional != "vision"):
         return "the native implementation has no bidirectional attention"
     if source.get("use_sliding_window") and architecture == "Qwen3MoeForCausalLM":
         return "the native implementation has no sliding windows for Qwen3MoeForCausalLM"
     if source.get("per_layer_config") and not family.layers_differ:
         return f"the native implementation has no layers of different sizes for {architecture}"
-    every = (rope_parameters(source),) if family.local_rope is None else _by_layer(source)
+    every = (rope_parameters(source),) if family.local_rope is None else _by_layer(source, family)
     for parameters in every:
         if any(isinstance(value, dict) for value in parameters.values()):
             return f"the native implementation has no rotary embeddings that differ by layer for {architecture}"
-        scaling = parameters.get("rope_type", parameters.get("type", "default")) or "default"
+        scaling = scaling_type(parameters)
         if scaling not in SCALINGS or (scaling == "proportional" and family.rotated_part is not None):
             return f"the native implementation has no rotary scaling '{shown(scaling)}'"
         part = _rotated_part(source, parameters, 1.0)
@@ -56,7 +58,7 @@ def _rotated_part(source: Mapping[str, Any], parameters: Mapping[str, Any], defa
     return part
 
 
-def _by_layer(source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _by_layer(source: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the rotary parameters of layers without a window, and of those with one.
 
     rope_scaling, the old key, is for layers without.
@@ -64,6 +66,10 @@ def _by_layer(source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     given, scaling = source.get("rope_parameters") or {}, source.get("rope_scaling") or {}
     if not isinstance(given, dict) or not isinstance(scaling, dict):
         raise ModelError("config.json: rope_scaling and rope_parameters must be objects")
+    # One object for all layers, of which transformers ignores the base: accepted if all of it is the default.
+    default = {"rope_type": "default", "type": "default", "rope_theta": source.get("rope_theta") or family.theta}
+    if not family.scaling and given.items() <= default.items():
+        given = {}
     everywhere, windowed = given.get("full_attention") or {}, given.get("sliding_attention") or {}
     if not isinstance(everywhere, dict) or not isinstance(windowed, dict) or given.keys() - KINDS:
         raise ModelError("config.json: rope_parameters must hold objects for full_attention and sliding_attention")
@@ -97,9 +103,7 @@ def windows(
     if family.window is None or window is None:
         return (None,) * num_layers
     window = whole(source, "sliding_window", window)
-    if family.window_step is None and not family.layer_windows:
-        return (window,) * num_layers
-    if family.window_step is None and not source.get("use_sliding_window", False):
+    if family.layer_windows and not source.get("use_sliding_window", False):
         return (None,) * num_layers
     kinds = source.get("layer_types")
     if kinds is None:
@@ -107,6 +111,8 @@ def windows(
             step = whole(source, "sliding_window_pattern", family.window_step)
             found = [window if (layer + 1) % step else None for layer in range(num_layers)]
             return (*found[:-1], None) if family.layers_differ else tuple(found)
+        if not family.layer_windows:
+            return (window,) * num_layers
         if family.rotating == "listed":
             return tuple(None if turns else window for turns in rotates)
         first = number(source, "max_window_layers", 28)
@@ -202,7 +208,7 @@ def ropes(
         if family.rotating == "windowed" or (family.rotating == "windowed_or_all" and has_windows):
             rotates = [window is not None for window in windows]
         return (rope,), tuple(0 if turns else -1 for turns in rotates)
-    everywhere, windowed = _by_layer(source)
+    everywhere, windowed = _by_layer(source, family)
     base, default = family.local_rope
     bases = source.get("rope_theta") or family.theta, source.get(base) or default
     turns = tuple(0 if window is None else 1 for window in windows)

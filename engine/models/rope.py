@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..files import shown
 from ..types import ModelError
 
 TABLE = 1024  # positions that tables have at least: trials compute at positions that no request may reach
 MAX_NUMBER = (1 << 31) - 1  # in a config.json
+ALIASES = {"su": "longrope"}  # older names of scalings
 SCALINGS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
@@ -188,10 +190,16 @@ def rope_parameters(source: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def scaling_type(parameters: Mapping[str, Any]) -> str:
+    """Return the name of the scaling that rotary parameters of a config.json ask for."""
+    name = parameters.get("rope_type", parameters.get("type")) or "default"
+    return ALIASES.get(name, name) if isinstance(name, str) else shown(name)
+
+
 def read_rope(source: Mapping[str, Any], head_dim: int, max_positions: int, *, theta: float = 10000.0) -> Rope:
     """Return the rotary parameters of a config.json, whose default base is `theta`. Raises ModelError."""
     found = rope_parameters(source)
-    scaling = found.get("rope_type", found.get("type", "default")) or "default"
+    scaling = scaling_type(found)
     base = found.get("rope_theta") or source.get("rope_theta") or theta
     original = found.get("original_max_position_embeddings")
     if scaling in ("llama3", "yarn", "longrope"):

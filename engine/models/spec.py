@@ -13,7 +13,7 @@ from ..attention import AttentionLayer
 from ..bounds import MAX_HEADS, MAX_LAYERS, MAX_SIZE
 from ..cache_groups import CacheGroups
 from ..config import EngineConfig
-from ..files import read_json
+from ..files import read_json, shown
 from ..gguf import folder as gguf
 from ..gguf.forms import FORMS, stored_type
 from ..kernels.blocks import FORMATS, blocks_bytes
@@ -25,8 +25,9 @@ from .decoder_spec import DecoderSpec, LayerShape, sinks_name
 from .families import FAMILIES, architecture
 from .gpu_form import ROUNDED, Form
 from .gpu_weights import PIECE_NUMBERS
-from .keys import count_of, number, shown, whole
+from .keys import count_of, number, whole
 from .precision import head_bits, is_grouped, rounded_shapes
+from .weights import Checkpoint
 
 DTYPES = {
     "float32": torch.float32,
@@ -209,7 +210,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def choose_dtype(source: Mapping[str, Any], config: EngineConfig) -> torch.dtype:
-    """Return the configured dtype; "auto" is the checkpoint's, or float32 if config.json names none."""
+    """Return the configured dtype; "auto" is the checkpoint's."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     name = stored_dtype(source)
@@ -220,7 +221,21 @@ def choose_dtype(source: Mapping[str, Any], config: EngineConfig) -> torch.dtype
 
 def stored_dtype(source: Mapping[str, Any]) -> str:
     """Return the name of the checkpoint's dtype according to config.json."""
-    return str(source.get("dtype") or source.get("torch_dtype") or "float32").removeprefix("torch.")
+    # Quantized checkpoints without a name, such as gpt-oss, have their other weights in bfloat16.
+    default = "bfloat16" if source.get("quantization_config") else "float32"
+    return str(source.get("dtype") or source.get("torch_dtype") or default).removeprefix("torch.")
+
+
+def with_dtype(source: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return config.json with the dtype of the checkpoint if it names none: that of the embedding, or else of the first
+    tensor of floating-point numbers, which transformers takes."""
+    text, entries = multimodal.text_part(source), checkpoint.entries
+    if text.get("dtype") or text.get("torch_dtype"):
+        return source
+    embedding = f"{multimodal.place(entries)[0]}embed_tokens.weight"
+    dtypes = (entries[name].dtype for name in (embedding, *entries) if name in entries)
+    found = next((dtype for dtype in dtypes if dtype in DTYPES.values()), None)
+    return source if found is None else source | {"dtype": str(found).removeprefix("torch.")}
 
 
 def serve_len(max_len: int, config: EngineConfig) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..files import shown
 from ..types import ModelError
 
 BLOCK = 32  # columns of a weight that share a scale in the kernels
@@ -17,6 +18,7 @@ MAX_GROUP = 1 << 24
 # The types of blocks that hold the numbers, by their bits and whether all zero points are in the middle.
 FLOAT4 = "MXFP4"
 TYPES = {(4, True): "Q4_0", (4, False): "Q4_Z", (8, True): "Q8_0"}
+LOOK_AROUND = re.compile(r"\(\?<?[=!]")  # which regular expressions in linear time lack
 EXPERTS, LAYER = ".experts.", re.compile(r"(?<=\.layers)\.\d+\.")  # in names of modules
 UNPACKED = "use the unquantized version of the model"
 REMEDIES = {
@@ -72,7 +74,7 @@ def parse(found: object) -> Quantization:
     method = found.get("quant_method", "unnamed")
     reader = METHODS.get(method) if isinstance(method, str) else None
     if reader is None:
-        name = _shown(method)
+        name = shown(method)
         remedy = REMEDIES.get(name, UNPACKED)
         raise ModelError(f"config.json asks for {name} quantization, which is not supported; {remedy}")
     return Quantization(method, reader(found))
@@ -110,10 +112,12 @@ def count_blocks(
 def _gptq(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
     stored = found.get("checkpoint_format") or "gptq"
     if stored not in ("gptq", "gptq_v2") or found.get("is_marlin_format"):
-        raise _refused("GPTQ", f"the format {_shown(stored)}")
+        raise _refused("GPTQ", f"the format {shown(stored)}")
     if found.get("pack_dtype", "int32") != "int32":
-        raise _refused("GPTQ", f"numbers packed in {_shown(found['pack_dtype'])}")
-    if found.get("dynamic"):
+        raise _refused("GPTQ", f"numbers packed in {shown(found['pack_dtype'])}")
+    dynamic = found.get("dynamic") or {}
+    # Names of modules that are not quantized begin with "-:": the checkpoint shows which these are.
+    if not isinstance(dynamic, Mapping) or not all(str(key).startswith("-:") for key in dynamic):
         raise _refused("GPTQ", "settings that differ from weight to weight (`dynamic`)")
     bits = _bits(found, "bits", (4, 8))
     scheme = Scheme(
@@ -141,7 +145,7 @@ def _gptq(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
 def _awq(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
     version = found.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise _refused("AWQ", f"the format {_shown(version)}")
+        raise _refused("AWQ", f"the format {shown(version)}")
     if found.get("zero_point", True) is not True:
         raise _refused("AWQ", "weights without zero points")
     scheme = Scheme(("awq",), _bits(found, "bits", (4,)), symmetric=False, columns=_group(found))
@@ -149,12 +153,39 @@ def _awq(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
     return lambda module: None if module == HEAD or _is_within(module, skipped) else scheme
 
 
+def _auto_round(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    stored = found.get("packing_format")
+    reader = AUTO_ROUND.get(stored) if isinstance(stored, str) else None
+    if reader is None:
+        raise _refused("auto-round", f"the format {shown(stored)}; {', '.join(AUTO_ROUND)} are supported")
+    if found.get("data_type", "int") != "int":
+        raise _refused("auto-round", f"numbers of the type {shown(found['data_type'])}")
+    extra = found.get("extra_config") or {}
+    if not isinstance(extra, Mapping) or not all(isinstance(each, Mapping) for each in extra.values()):
+        raise ModelError("config.json: extra_config of quantization_config must be an object of objects")
+    for each in extra.values():
+        # Modules of 16 bits or more are not quantized: the checkpoint shows which these are.
+        is_plain = isinstance(each.get("bits"), int) and each["bits"] >= 16
+        if not is_plain and any(each[key] != found.get(key) for key in ("bits", "group_size", "sym") if key in each):
+            raise _refused("auto-round", "settings that differ from weight to weight (`extra_config`)")
+    return reader(found)
+
+
+def _modelopt(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    algorithm = found.get("quant_algo")
+    if algorithm != "FP8":
+        raise _refused("modelopt", f"weights in {shown(algorithm)}")
+    select = _fp8(found)
+    is_ignored = _Patterns().compile({_glob(pattern) for pattern in _names(found, "ignore")})
+    return lambda module: None if is_ignored(module) else select(module)
+
+
 def _fp8(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
     block = found.get("weight_block_size")
     if block is None:
         block = (128, 128)  # if the scales are neither one nor one for each row
     if not isinstance(block, list | tuple) or len(block) != 2 or not all(map(_is_size, block)):
-        raise ModelError(f"config.json: weight_block_size must be two positive whole numbers, not {_shown(block)}")
+        raise ModelError(f"config.json: weight_block_size must be two positive whole numbers, not {shown(block)}")
     scheme = Scheme(("float8",), 8, is_float=True, rows=block[0], columns=block[1])
     skipped = _names(found, "modules_to_not_convert") | _names(found, "ignored_layers")
     return lambda module: None if module == HEAD or _is_within(module, skipped) else scheme
@@ -176,7 +207,7 @@ def _mxfp4(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
 def _compressed_tensors(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
     sparsity = found.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
-        raise _refused("compressed-tensors", f"the sparse format {_shown(sparsity['format'])}")
+        raise _refused("compressed-tensors", f"the sparse format {shown(sparsity['format'])}")
     if found.get("transform_config"):
         raise _refused("compressed-tensors", "transforms of the activations (`transform_config`)")
     groups = found.get("config_groups")
@@ -188,13 +219,15 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Callable[[str], Scheme | No
     for group in groups.values():
         stored = group.get("format") or found.get("format")
         if stored not in FORMATS:
-            raise _refused("compressed-tensors", f"the format {_shown(stored)}; {', '.join(FORMATS)} are supported")
+            raise _refused("compressed-tensors", f"the format {shown(stored)}; {', '.join(FORMATS)} are supported")
         scheme = _scheme(group.get("weights"), weights_only=group.get("input_activations") is None)
         targets = _names(group, "targets")
         if "Linear" in targets:
             general = scheme
         named.append((patterns.compile(targets), scheme))
-    is_ignored = patterns.compile(_names(found, "ignore"))
+    # Patterns that cannot be used are left out: the checkpoint shows which modules are not quantized.
+    ignored = {name for name in _names(found, "ignore") if not name.startswith("re:") or not LOOK_AROUND.search(name)}
+    is_ignored = patterns.compile(ignored)
 
     def select(module: str) -> Scheme | None:
         if is_ignored(module):
@@ -204,6 +237,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Callable[[str], Scheme | No
     return select
 
 
+AUTO_ROUND = {"auto_round:auto_gptq": _gptq, "auto_round:auto_awq": _awq}
 METHODS: dict[str, Callable[[Mapping[str, Any]], Callable[[str], Scheme | None]]] = {
     "gptq": _gptq,
     "awq": _awq,
@@ -211,6 +245,8 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Callable[[str], Scheme | None]]
     "fbgemm_fp8": _fp8,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
+    "auto-round": _auto_round,
+    "modelopt": _modelopt,
 }
 
 
@@ -222,7 +258,7 @@ def _scheme(weights: object, *, weights_only: bool) -> Scheme | None:
         raise ModelError("config.json: weights in config_groups must be an object")
     kind = weights.get("type", "int")
     if kind not in ("int", "float"):
-        raise _refused("compressed-tensors", f"numbers of the type {_shown(kind)}")
+        raise _refused("compressed-tensors", f"numbers of the type {shown(kind)}")
     bits = _bits(weights, "num_bits", (4, 8) if kind == "int" else (8,))
     strategy, group = weights.get("strategy"), weights.get("group_size")
     if strategy is None:
@@ -236,10 +272,10 @@ def _scheme(weights: object, *, weights_only: bool) -> Scheme | None:
     elif strategy == "block":
         block = weights.get("block_structure")
         if not isinstance(block, list) or len(block) != 2 or not all(map(_is_size, block)):
-            raise ModelError(f"config.json: block_structure must be two positive whole numbers, not {_shown(block)}")
+            raise ModelError(f"config.json: block_structure must be two positive whole numbers, not {shown(block)}")
         rows, columns = block
     elif strategy != "channel":
-        raise _refused("compressed-tensors", f"scales by {_shown(strategy)}")
+        raise _refused("compressed-tensors", f"scales by {shown(strategy)}")
     return Scheme(
         ("float8",) if kind == "float" else ("packed", "int8") if bits == 8 else ("packed",),
         bits,
@@ -262,7 +298,7 @@ def _bits(found: Mapping[str, Any], key: str, supported: tuple[int, ...]) -> int
     bits = found.get(key)
     if isinstance(bits, bool) or bits not in supported:
         known = " and ".join(map(str, supported))
-        raise ModelError(f"config.json: weights of {_shown(bits)} bits are not supported, {known} are; {UNPACKED}")
+        raise ModelError(f"config.json: weights of {shown(bits)} bits are not supported, {known} are; {UNPACKED}")
     return int(bits)
 
 
@@ -272,7 +308,7 @@ def _group(found: Mapping[str, Any]) -> int | None:
     if size == -1:
         return None
     if not _is_size(size):
-        raise ModelError(f"config.json: group_size must be -1 or a positive whole number, not {_shown(size)}")
+        raise ModelError(f"config.json: group_size must be -1 or a positive whole number, not {shown(size)}")
     return int(size)
 
 
@@ -313,6 +349,11 @@ class _Patterns:
         return lambda module: module in names or any(matches(module) for matches in expressions)
 
 
+def _glob(pattern: str) -> str:
+    """Return a pattern of modelopt, in which * stands for any characters, as one of compressed-tensors."""
+    return f"re:{'.*'.join(map(re.escape, pattern.split('*')))}$" if "*" in pattern else pattern
+
+
 def _expression(pattern: str) -> Callable[[str], bool]:
     """Return the test of a regular expression at the start of a name. Its time is linear, which `re` cannot promise."""
     from pydantic_core import SchemaError, SchemaValidator, core_schema  # few checkpoints need it
@@ -321,10 +362,4 @@ def _expression(pattern: str) -> Callable[[str], bool]:
         return SchemaValidator(core_schema.str_schema(pattern=f"^(?:{pattern[3:]})")).isinstance_python
     except SchemaError as error:
         reason = re.sub(r"\s+", " ", str(error).strip()).rpartition("error: ")[2]
-        raise ModelError(f"config.json: the pattern {_shown(pattern)} cannot be used: {reason}") from None
-
-
-def _shown(value: object) -> str:
-    """Return a value for an error message: on one line, truncated."""
-    text = " ".join(str(value).split())
-    return text if len(text) <= 64 else f"{text[:61]}..."
+        raise ModelError(f"config.json: the pattern {shown(pattern)} cannot be used: {reason}") from None

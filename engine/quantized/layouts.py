@@ -22,10 +22,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 WORDS, BYTES = (torch.int32,), (torch.int8,)
 # A word of ones. GPTQ's first format subtracts it from words of zero points, and a zero then borrows from the next.
 ONES = {4: 0x11111111, 8: 0x01010101}
-# AWQ's words hold columns 0, 2, 4, 6, 1, 3, 5, 7, which its kernels unpack faster: the position of each column.
 # The floats of 4 bits (E2M1) by their bits: a sign, two bits of exponent and one of mantissa.
 FLOATS4 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 INTEGERS = (2 * FLOATS4 + 128).byte()  # twice as large, stored like integers of 8 bits
+# AWQ's words hold columns 0, 2, 4, 6, 1, 3, 5, 7, which its kernels unpack faster: the position of each column.
 AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ EXECUTORS = {
     "gemma4_text": Eager,
     "phi3-partial": Fused,
     "cohere2-bias": Eager,
+    "ministral": Fused,
     "ministral3": Eager,
     "glm4": Eager,
 }
@@ -195,7 +197,8 @@ def test_every_fourth_layer_of_olmo3_has_no_window_and_a_scaled_rotary_embedding
         ({"layer_types": ["full_attention"]}, "layer_types must name all 3 layers"),
         ({"layer_types": ["full_attention", "chunked", "x"]}, "unknown layer type 'chunked'"),
         ({"sliding_window": 0}, "sliding_window must be a positive whole number"),
-        ({"rope_parameters": {"rope_type": "default"}}, "must hold objects for full_attention and sliding_attention"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "must hold objects for full_attention and sliding_attention"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "must hold objects for full_attention and sliding_attention"),
         ({"rope_parameters": {"full_attention": 1}}, "must hold objects for full_attention and sliding_attention"),
         ({"rope_scaling": [1]}, "rope_scaling and rope_parameters must be objects"),
     ],
@@ -203,6 +206,17 @@ def test_every_fourth_layer_of_olmo3_has_no_window_and_a_scaled_rotary_embedding
 def test_settings_of_layers_that_no_model_has_are_refused(changes, says):
     with pytest.raises(ModelError, match=says):
         spec_of("olmo3", **changes)
+
+
+@pytest.mark.parametrize(("name", "theta"), [("olmo3", 5e5), ("gemma3_text", 1e6)])
+def test_one_object_of_default_rotary_parameters_is_for_all_layers_as_in_transformers(tmp_path, name, theta):
+    folder = make(name, tmp_path)
+    path = folder / "config.json"
+    flat = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | flat))
+    ids = prompt(40)
+    want, got = whole(oracle(folder, torch.float32), ids), Bench(load(folder, dtype="float32")).step({0: ids})[0]
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
 # -- Granite ----------------------------------------------------------------------------------------------------------
@@ -287,6 +301,8 @@ def test_caps_must_be_positive(key):
 
 def test_bidirectional_attention_is_left_to_transformers():
     assert spec_of("gemma2", use_bidirectional_attention=True) is None
+    assert spec_of("qwen2", is_causal=False) is None
+    assert spec_of("qwen2", is_causal=True) is not None
 
 
 # -- Phi-4-mini -------------------------------------------------------------------------------------------------------
@@ -331,6 +347,17 @@ def test_layers_of_cohere2_without_a_window_have_no_rotary_embedding():
         "norm.weight",
         *(f"layers.{index}.input_layernorm.weight" for index in range(5)),
     }
+
+
+# -- Mistral and Ministral --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mistral", "ministral"])
+def test_layer_types_name_the_layers_of_mistral_that_have_a_window(kind):
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    assert windows(spec_of(kind, sliding_window=8, layer_types=kinds)) == [None, 8, None]
+    assert windows(spec_of(kind, sliding_window=None, layer_types=kinds)) == [None] * 3
+    assert windows(spec_of(kind, sliding_window=8, layer_types=None)) == [8] * 3
 
 
 # -- Ministral 3 ------------------------------------------------------------------------------------------------------

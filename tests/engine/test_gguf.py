@@ -286,6 +286,28 @@ def test_a_model_in_several_files_is_that_of_one_file(tmp_path):
         fetch(str(parts[0]), weights=True)
 
 
+def test_parts_in_a_hubs_cache_are_links_to_files_called_by_their_hashes(tmp_path):
+    parts = split(write(tmp_path / "model.gguf", Type.Q4_0), tmp_path / "parts", 2)
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots/a1"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, part in enumerate(parts):
+        (snapshot / part.name).symlink_to(shutil.move(part, blobs / f"{number:064x}"))
+    found = fetch(str(snapshot), weights=True).path
+    assert found.name == "model"
+    logits = [
+        Bench(load_model(EngineConfig(model="", dtype="float32"), each)).step({0: [1, 2, 3]})[0]
+        for each in (found, folder_of(tmp_path / "model.gguf"))
+    ]
+    assert torch.equal(*logits)
+
+
+def test_a_link_to_a_part_may_have_another_name(tmp_path):
+    parts = split(write(tmp_path / "model.gguf", Type.Q4_0), tmp_path / "parts", 2)
+    (tmp_path / "best.gguf").symlink_to(parts[0])
+    assert folder_of(tmp_path / "best.gguf") == folder_of(parts[0])
+
+
 def split(path: Path, target: Path, count: int) -> list[Path]:
     """Write the tensors of a file to several files; the first has the metadata."""
     target.mkdir()
@@ -414,6 +436,28 @@ def test_a_vocabulary_of_gemma_4_lists_its_merges():
             Vocabulary(metadata | {"tokenizer.ggml.merges": missing}).files()
 
 
+def test_whitespace_after_special_tokens_of_phi_3_belongs_to_them():
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a"]
+    tokens += ["<|endoftext|>", "<|user|>", "<|end|>"]
+    metadata = {
+        "general.architecture": "phi3",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, CONTROL, CONTROL] + [BYTE] * 256 + [1] * 3 + [CONTROL] * 3,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-5.0, -6.0, -1.0] + [0.0] * 3,
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+
+    def texts(architecture: str) -> list[str]:
+        files = Vocabulary(metadata | {"general.architecture": architecture}).files()
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(files["tokenizer.json"]))
+        text = "<|user|>\na<|end|>\n<|endoftext|> </s>\n"
+        return tokenizer.encode(text, add_special_tokens=False).tokens
+
+    assert texts("phi3") == ["<|user|>\n", "\u2581a", "<|end|>\n", "<|endoftext|>", "\u2581", "\u2581", "</s>\n"]
+    assert "<0x0A>" in texts("llama")
+
+
 def test_the_text_of_cohere_2_is_normalized():
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "\u00c3", "\u00a9"]}
     files = Vocabulary(metadata | {"tokenizer.ggml.pre": "command-r"}).files()
@@ -456,6 +500,12 @@ TEXTS = [
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_called_like_a_link_to_its_file(tmp_path):
+    path = write(tmp_path / "0123456789abcdef.gguf").rename(tmp_path / "0123456789abcdef")
+    (tmp_path / "tiny-Q8_0.gguf").symlink_to(path)
+    assert folder_of(tmp_path / "tiny-Q8_0.gguf").name == "tiny-Q8_0"
 
 
 def test_a_folder_may_hold_a_file_in_place_of_a_model(tmp_path):

@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "granite": "granite",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
+    "olmo3-yarn": "olmo2",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
@@ -124,6 +125,14 @@ def settings_of(model: Any) -> dict[str, Any]:
             "rope_scaling_yarn_beta_slow": model.rope_parameters.get("beta_slow"),
             "rope_scaling_yarn_log_mul": model.rope_parameters["mscale_all_dim"],
             "attn_temperature_scale": model.rope_parameters.get("llama_4_scaling_beta", 0.0),
+        }
+    everywhere = (model.rope_parameters or {}).get("full_attention", {})
+    if model.model_type == "olmo3" and everywhere["rope_type"] == "yarn":
+        found |= {
+            "rope_scaling_type": gguf.RopeScalingType.YARN,
+            "rope_scaling_factor": everywhere["factor"],
+            "rope_scaling_attn_factors": everywhere["attention_factor"],
+            "rope_scaling_orig_ctx_len": everywhere["original_max_position_embeddings"],
         }
     if model.model_type == "cohere2":
         found["rope_scaling_type"] = gguf.RopeScalingType.NONE
@@ -363,6 +372,10 @@ def test_the_table_of_the_layers_own_inputs_stays_in_its_blocks(tmp_path, monkey
         ("ministral3", {"rope_scaling_yarn_attn_factor": 0.5}, "yarn_attn_factor of 0.5 is not supported"),
         ("ministral3", {"rope_scaling_yarn_ext_factor": 0.5}, "yarn_ext_factor of 0.5 is not supported"),
         ("gpt_oss", {"rope_scaling_attn_factors": 0.5}, "rope.scaling.attn_factor of 0.5 is not supported"),
+        ("gpt_oss", {"rope_scaling_attn_factors": 1.345}, "rope.scaling.attn_factor of 1.345 is not supported"),
+        ("llama", {"rope_scaling_attn_factors": 1.2}, "rope.scaling.attn_factor of 1.2 is not supported"),
+        # With a multiplier, the computed factor is 1.
+        ("ministral3", {"rope_scaling_attn_factors": 1.27726}, "rope.scaling.attn_factor of 1.27726 is not supported"),
     ],
 )
 def test_metadata_that_no_model_has_gets_a_sentence(tmp_path, monkeypatch, name, changes, says):
@@ -373,6 +386,15 @@ def test_metadata_that_no_model_has_gets_a_sentence(tmp_path, monkeypatch, name,
     path = write(made(name, tmp_path / "model"), tmp_path / "model.gguf", name, **changes)
     with pytest.raises(ModelError, match=says):
         folder_of(path)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("gpt_oss", 1.34657), ("gpt_oss", 1.0), ("ministral3", 1.0)])
+def test_an_attention_factor_that_is_computed_anyway_may_be_named(tmp_path, name, factor):
+    folder = made(name, tmp_path / "model")
+    plain = write(folder, tmp_path / "plain.gguf", name)
+    named = write(folder, tmp_path / "named.gguf", name, rope_scaling_attn_factors=factor)
+    plain_config, named_config = ((folder_of(path) / "config.json").read_text() for path in (plain, named))
+    assert plain_config == named_config
 
 
 def test_frequencies_that_no_gemma_4_has_get_a_sentence(tmp_path):

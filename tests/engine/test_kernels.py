@@ -480,6 +480,43 @@ def test_library_name_depends_on_options_and_sources(monkeypatch, tmp_path):
     assert len(names) == 5
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_library_of_another_machine_is_compiled_again(toolchain, monkeypatch, tmp_path, beside):
+    def load(path: Path) -> tuple[Path, int]:
+        if path.read_text() != "compiled\n":
+            raise OSError("version `GLIBC_2.99' not found")
+        return path, 0
+
+    monkeypatch.setattr(library, "load", load)
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    cached = build.cache_folder() / build.file_name()
+    foreign = tmp_path / cached.name if beside else cached
+    foreign.parent.mkdir(parents=True, exist_ok=True)
+    foreign.write_text("of another machine\n")
+    assert library.load_built() == library.load_built() == (cached, 0)
+    assert len(toolchain.read_text().splitlines()) == len(build.OBJECTS) + 1, "compiled once"
+
+
+def test_a_library_that_cannot_be_loaded_is_compiled_once_more_at_most(toolchain, monkeypatch):
+    def load(path: Path) -> None:
+        raise OSError("not permitted")
+
+    monkeypatch.setattr(library, "load", load)
+    build.library()
+    for _ in range(3):
+        with pytest.raises(OSError, match="not permitted"):
+            library.load_built()
+    assert len(toolchain.read_text().splitlines()) == 2 * (len(build.OBJECTS) + 1)
+
+
+def test_machines_with_different_c_libraries_share_no_library(monkeypatch):
+    folders = set()
+    for version in ("2.36", "2.41"):
+        monkeypatch.setattr("platform.libc_ver", lambda version=version: ("glibc", version))
+        folders.add(build.cache_folder().name)
+    assert folders == {"glibc2.36", "glibc2.41"}
+
+
 def test_missing_and_failing_compilers_are_reported(toolchain, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler was found"):

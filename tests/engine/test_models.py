@@ -424,6 +424,18 @@ def test_packed_products_in_bfloat16(isa, looked_up):
         assert torch.equal(linear.rows(torch.tensor([47, 0, 0])), weight[[47, 0, 0]])
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_without_a_name_in_config_json_the_dtype_is_that_of_the_checkpoint(home, name):
+    folder = make(name, home / f"{name}-bfloat16", dtype=torch.bfloat16)
+    path = folder / "config.json"
+    source = json.loads(path.read_text())
+    path.write_text(json.dumps(source | {"dtype": "float16"}))
+    assert models.examine(folder, EngineConfig(model=str(folder)))[0].dtype == torch.float16
+    parts = [part for part in (source, source.get("text_config", {})) if part.pop("dtype", None)]
+    path.write_text(json.dumps(source))
+    assert parts and models.examine(folder, EngineConfig(model=str(folder)))[0].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("name", ["qwen3-tied", "llama-bias"])
 def test_packed_weights_are_held_once(home, name):
     """Only the packed form is kept, even of an embedding that is tied to the head."""

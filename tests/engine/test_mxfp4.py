@@ -64,6 +64,27 @@ def load(folder: Path, **settings: Any) -> Decoder:
     return model
 
 
+def test_without_a_name_in_config_json_the_dtype_is_that_of_the_embedding(tmp_path):
+    folder = write(tmp_path)
+    for name in ("plain", "quantized"):
+        path = tmp_path / name / "config.json"
+        source = json.loads(path.read_text())
+        path.write_text(json.dumps({key: value for key, value in source.items() if "dtype" not in key}))
+        config = EngineConfig(model=str(path.parent))
+        assert models.examine(path.parent, config)[0].dtype == torch.bfloat16
+    # Without the weights, that of the published ones, and float32 in unquantized models, as in transformers.
+    assert models.describe(folder, EngineConfig(model=str(folder))).dtype == torch.bfloat16
+    assert models.describe(tmp_path / "plain", EngineConfig(model=str(folder))).dtype == torch.float32
+    change(folder, "embed_tokens.weight", lambda tensor: tensor.half())
+    assert models.examine(folder, EngineConfig(model=str(folder)))[0].dtype == torch.float16
+    assert models.examine(folder, EngineConfig(model=str(folder), dtype="float32"))[0].dtype == torch.float32
+
+
+def test_gpt_oss_is_in_bfloat16(data):
+    folder = data / "configs/gpt-oss-20b"
+    assert models.describe(folder, EngineConfig(model=str(folder))).dtype == torch.bfloat16
+
+
 @pytest.fixture
 def readable(monkeypatch):
     """Keep plain weights in place: where oneDNN has reordered copies, torch would only keep those."""

@@ -292,6 +292,60 @@ def test_scales_of_activations_and_of_the_cache_are_ignored(tmp_path):
     assert error(load(tmp_path), reference) < 1e-5
 
 
+# What other programs write for the same layouts.
+AUTO_ROUND = {"quant_method": "auto-round", "data_type": "int", "bits": 4, "group_size": 128}
+AUTO_GPTQ = AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "sym": True}
+PLAIN16 = {"lm_head": {"bits": 16, "data_type": "fp"}, "model.layers.0.mlp.up_proj": {"bits": 4, "sym": True}}
+WRITTEN = {
+    "gptq-skip": (gptq(), gptq().config | {"dynamic": {r"-:.*\.v_proj$": {}}}),
+    "auto-gptq": (gptq(), AUTO_GPTQ | {"extra_config": PLAIN16}),
+    "auto-awq": (awq(), AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}),
+    "modelopt": (fp8("tensor"), {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.v_proj"]}),
+    "look-ahead": (
+        pack_quantized(4, 32, packed="Q4_0"),
+        pack_quantized(4, 32, packed="Q4_0").config | {"ignore": ["lm_head", r"re:^(?!.*(mlp|[qko]_proj)).*"]},
+    ),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("name", WRITTEN)
+def test_config_json_may_be_that_of_other_programs(tmp_path, name):
+    kind, found = WRITTEN[name]
+    skips = name not in ("auto-gptq", "auto-awq")
+    reference = write(tmp_path, kind, plain=lambda module: skips and module.endswith("v_proj"))
+    edit_config(tmp_path, quantization_config=found)
+    model = load(tmp_path)
+    assert error(model, reference) < 1e-3
+    assert model.spec.method == found["quant_method"]
+
+
+def test_patterns_of_modelopt_name_plain_modules():
+    found = parse(WRITTEN["modelopt"][1])
+    assert found.scheme("lm_head.weight") is None
+    assert found.scheme("model.layers.0.self_attn.v_proj.weight") is None
+    assert found.scheme("model.layers.0.self_attn.v_proj2.weight") is not None
+
+
+def test_biases_of_zeros_that_gptq_writes_for_each_linear_layer_are_dropped(tmp_path):
+    reference = write(tmp_path, gptq())
+    tensors = load_file(tmp_path / "model.safetensors")
+    biases = {
+        name.replace("qweight", "bias"): torch.zeros(tensor.shape[1], dtype=torch.float16)
+        for name, tensor in tensors.items()
+        if name.endswith("qweight")
+    }
+    save_file(tensors | biases, tmp_path / "model.safetensors")
+    assert error(load(tmp_path, cpu_isa="torch"), reference) < 1e-5
+    name = "model.layers.1.mlp.up_proj.bias"
+    biases[name][-1] = 0.5
+    save_file(tensors | biases, tmp_path / "model.safetensors")
+    assert refused(tmp_path) == f"the checkpoint holds the tensor {name}, which LlamaForCausalLM does not have"
+    other = {"model.layers.1.mlp.other.bias": torch.zeros(4)}
+    save_file(tensors | other, tmp_path / "model.safetensors")
+    assert "holds the tensor model.layers.1.mlp.other.bias, which" in refused(tmp_path)
+
+
 # -- settings and memory ----------------------------------------------------------------------------------------------
 
 
@@ -388,7 +442,16 @@ def group(**changes: Any) -> dict[str, Any]:
             "with the format marlin are not supported",
         ),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, "differ from weight to weight"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": ["-:a"]}, "differ from weight to weight"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:a": {}, "b": {"bits": 8}}}, "differ from weight to weight"),
         ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "packed in int16"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt checkpoints with weights in NVFP4 are not"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": "lm_head"}, "ignore must be a list of names"),
+        (AUTO_ROUND, "the format None; auto_round:auto_gptq, auto_round:auto_awq are supported"),
+        (AUTO_GPTQ | {"packing_format": "auto_round:exllamav2"}, "the format auto_round:exllamav2; auto_round:auto"),
+        (AUTO_GPTQ | {"data_type": "mx_fp"}, "numbers of the type mx_fp"),
+        (AUTO_GPTQ | {"extra_config": {"model.layers.0": {"bits": 8}}}, "settings that differ from weight to weight"),
+        (AUTO_GPTQ | {"extra_config": {"a": 1}}, "extra_config of quantization_config must be an object of objects"),
         ({"quant_method": "awq", "bits": 8}, "weights of 8 bits are not supported, 4 are"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "the format gemv"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "without zero points"),
@@ -407,7 +470,11 @@ def group(**changes: Any) -> dict[str, Any]:
         (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "the sparse format sparse-24-bitmask"),
         (CT | {"transform_config": {"config_groups": {"u": {}}}}, "transforms of the activations"),
         (CT | {"ignore": [1]}, "ignore must be a list of names"),
-        (CT | {"ignore": ["re:(?!.*mlp)"]}, "the pattern re:(?!.*mlp) cannot be used: look-around"),
+        (CT | {"ignore": ["re:("]}, "the pattern re:( cannot be used: unclosed group"),
+        (
+            CT | {"config_groups": {"group_0": CT["config_groups"]["group_0"] | {"targets": ["re:(?!.*mlp)"]}}},
+            "the pattern re:(?!.*mlp) cannot be used: look-around",
+        ),
         (CT | {"ignore": [f"re:a{i}" for i in range(65)]}, "more than 64 regular expressions"),
     ],
     ids=lambda value: str(value)[:60],
@@ -424,10 +491,10 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return [(value, key) for key, _ in items] + [place for _, inner in items for place in places(inner)]
 
 
-@pytest.mark.parametrize("name", ["gptq-4", "awq-64", "w4a16", "w8a8-zeros", "fp8-block", "ct-fp8-block"])
+@pytest.mark.parametrize("name", ["gptq-4", "awq-64", "w4a16", "w8a8-zeros", "fp8-block", "ct-fp8-block", *WRITTEN])
 @pytest.mark.parametrize("junk", [None, True, -1, 0, 1e400, "", "re:", [], [[]], {}, {"a": []}, "x" * 1000], ids=str)
 def test_any_value_is_read_or_refused_in_a_sentence(name, junk):
-    text = json.dumps(KINDS[name].config)
+    text = json.dumps(WRITTEN[name][1] if name in WRITTEN else KINDS[name].config)
     for index in range(len(places(json.loads(text)))):
         found = json.loads(text)
         holder, key = places(found)[index]

@@ -58,6 +58,12 @@ def test_old_config_key_type_is_read():
     assert spec(rope_scaling={"type": "linear", "factor": 2.0}).decoder.ropes[0].scaling == "linear"
 
 
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_su_is_the_older_name_of_longrope(key):
+    rope = {name: value for name, value in ROPES["longrope"].items() if name != "rope_type"}
+    assert spec(rope_scaling=rope | {key: "su"}).decoder.ropes == spec(rope_scaling=ROPES["longrope"]).decoder.ropes
+
+
 @pytest.mark.parametrize(
     ("rope", "longest"),
     [
