@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, FilePath, SecretStr
 
-from .parsers.formats import REASONING_FORMATS, TOOL_FORMATS
+from .parsers.formats import REASONING_ALIASES, REASONING_FORMATS, TOOL_ALIASES, TOOL_FORMATS
 
 UNITS = {"": 1, **{unit + "b": 1000**i for i, unit in enumerate("kmgt", 1)}, "b": 1}
 # A bare unit letter is a power of 1024, as in docker and the kernel.
@@ -173,17 +173,18 @@ DType = Annotated[
 Device = Annotated[str, AfterValidator(_device)]
 
 
-def _one_of(formats: Iterable[str]) -> AfterValidator:
-    """Accept auto, none, or one of these."""
+def _one_of(formats: Iterable[str], aliases: Mapping[str, str]) -> AfterValidator:
+    """Accept auto, none, or one of these by its name or another."""
     known = ("auto", "none", *formats)
 
     def check(value: str) -> str:
-        if value not in known:
+        name = aliases.get(value, value)
+        if name not in known:
             raise ValueError(f"must be one of {', '.join(known)}{hint(value, known)}")
-        return value
+        return name
 
     return AfterValidator(check)
 
 
-ToolParser = Annotated[str, _one_of(TOOL_FORMATS)]
-ReasoningParser = Annotated[str, _one_of(REASONING_FORMATS)]
+ToolParser = Annotated[str, _one_of(TOOL_FORMATS, TOOL_ALIASES)]
+ReasoningParser = Annotated[str, _one_of(REASONING_FORMATS, REASONING_ALIASES)]

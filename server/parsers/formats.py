@@ -58,6 +58,13 @@ CALL_DELIMITERS: dict[str, tuple[str, ...]] = {
 TOOL_FORMATS = tuple(CALL_DELIMITERS)
 REASONING_FORMATS = tuple(BLOCKS)
 
+# vLLM's names of the same formats, which are on model cards.
+TOOL_ALIASES = {"llama4_json": "llama3_json", "openai": "gpt_oss", "qwen3_xml": "qwen3_coder"}
+REASONING_ALIASES = {
+    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "olmo3", "qwen3"), "think"),
+    "openai_gptoss": "gpt_oss",
+}
+
 
 def detect(template: str) -> Formats:
     """Return the formats of the model that a chat template was written for, judged by its delimiters."""

@@ -14,6 +14,7 @@ import pytest
 
 from server import settings
 from server.__main__ import COMMANDS, main
+from server.cli import foreign_flags
 from server.cli.commands import UsageError, bench
 from server.cli.commands.serve import listen
 from server.settings import Settings
@@ -96,6 +97,9 @@ def test_help_lists_every_setting(pequod, command):
         (["serve", "--prot", "8001"], "unknown flag --prot; did you mean --port?"),
         (["serve", "--max-modle-len=5"], "unknown flag --max-modle-len; did you mean --max-model-len?"),
         (["serve", "--max-model"], "did you mean --max-model-len?"),
+        (["serve", "m", "--enable-auto-tool-choice"], "--enable-auto-tool-choice; leave it out: tool calls are always"),
+        (["serve", "m", "--tensor_parallel_size=2"], "a server uses one device"),
+        (["serve", "m", "-c", "4096"], "unknown flag -c; use --max-model-len"),
         (["serve", "--zzzzzz"], "unknown flag --zzzzzz; see `pequod serve --help`"),
         (["complete", "--pormpt", "x"], "did you mean --prompt?"),
         (["doctor", "a", "b"], "unexpected argument 'b'"),
@@ -119,6 +123,18 @@ def test_what_cannot_be_is_one_sentence_and_exit_code_2(pequod, argv, said):
     assert (code, out) == (2, "")
     assert said in err
     assert err.startswith("pequod: ") and err.count("\n") == 1
+
+
+def test_flags_of_other_servers_are_not_ours_and_lead_to_ours():
+    known = {settings.flag(name) for name in settings.FIELDS}
+    assert known.isdisjoint(foreign_flags.FLAGS)
+    named = {word for remedy in foreign_flags.FLAGS.values() for word in re.findall("--[a-z-]+", remedy)}
+    assert named - known == set()
+    table = (ROOT / "docs/settings.md").read_text().partition("## Coming from vLLM")[2]
+    theirs = {
+        word for row in re.findall(r"^\| (`--.*?) \|", table, re.MULTILINE) for word in re.findall("--[a-z-]+", row)
+    }
+    assert theirs - known - foreign_flags.FLAGS.keys() == set()
 
 
 def test_config_show_prints_value_and_source(pequod, monkeypatch, tmp_path):

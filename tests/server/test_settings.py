@@ -9,6 +9,7 @@ import pytest
 from server import settings
 from server.cli.commands import TITLES
 from server.cli.commands import _default as default_text
+from server.parsers.formats import REASONING_ALIASES, REASONING_FORMATS, TOOL_ALIASES, TOOL_FORMATS
 from server.settings import Settings, with_flags
 from server.settings_sources import load, misspelled, read_toml
 from server.settings_values import SettingsError, num_bytes
@@ -215,6 +216,16 @@ def test_the_engine_gets_what_was_set():
     assert (config.max_len, config.max_seqs, config.max_batched_tokens, config.long_prefill_tokens) == (10, 2, 9, 4)
     assert (config.prefix_caching, config.block_size, config.num_blocks) == (False, 8, 7)
     assert (config.kv_cache_memory, config.gpu_memory_utilization, config.threads) == (1 << 20, 0.5, 2)
+
+
+def test_formats_have_vllms_names_too():
+    made = Settings(tool_call_parser="openai", reasoning_parser="qwen3")
+    assert (made.tool_call_parser, made.reasoning_parser) == ("gpt_oss", "think")
+    assert set(TOOL_ALIASES.values()) <= set(TOOL_FORMATS) and TOOL_ALIASES.keys().isdisjoint(TOOL_FORMATS)
+    assert set(REASONING_ALIASES.values()) <= set(REASONING_FORMATS)
+    assert REASONING_ALIASES.keys().isdisjoint(REASONING_FORMATS)
+    with pytest.raises(ValueError, match="must be one of auto, none, think"):
+        Settings(reasoning_parser="thinker")
 
 
 def test_settings_never_change():

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 from ... import settings
 from ...settings_sources import Loaded, load, misspelled
 from ...settings_values import SettingsError, hint, split
+from .. import foreign_flags
 from ..argv import hide
 
 TITLES = {"model": "model", "engine": "engine", "http": "HTTP", "limits": "limits", "logs": "logs and metrics"}
@@ -55,8 +56,10 @@ class Parser(argparse.ArgumentParser):
         for word in rest:
             if word.startswith("-") and word != "-":
                 name = word.split("=")[0]
-                advice = hint(name, self._option_string_actions, f"see `{self.prog} --help`")
-                raise UsageError(f"unknown flag {name[:64]}{advice}")
+                known = self._option_string_actions
+                remedy = foreign_flags.advice(name.replace("_", "-"), known)
+                remedy = remedy or hint(name, known, f"see `{self.prog} --help`")
+                raise UsageError(f"unknown flag {name[:64]}{remedy}")
         if rest:
             raise UsageError(f"unexpected argument {rest[0][:64]!r}; see `{self.prog} --help`")
         return arguments
