@@ -13,6 +13,8 @@ from ...http.fields import LABEL, MAX_LABEL, Refused, RefusedKinds, Wire, refuse
 from .. import notes
 from ..chat.request import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
 from ..sampling import Text
+from ..tools import MAX_TOOLS
+from .tools import AnyTool, in_namespace
 
 MAX_ITEMS = MAX_MESSAGES  # of one request, and of a whole conversation
 
@@ -23,7 +25,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 NOT_TEXT = RefusedKinds("type", ("input_file", "input_image"))
 # Items of OpenAI's own tools, and items that control a conversation.
 OTHER_ITEMS = """
-    additional_tools apply_patch_call apply_patch_call_output code_interpreter_call compaction compaction_trigger
+    apply_patch_call apply_patch_call_output code_interpreter_call compaction compaction_trigger
     computer_call computer_call_output configuration_update file_search_call image_generation_call local_shell_call
     local_shell_call_output mcp_approval_request mcp_approval_response mcp_call mcp_list_tools program program_output
     shell_call shell_call_output tool_search_call tool_search_output web_search_call
@@ -150,6 +152,17 @@ class ReasoningItem(KeptItem):
     unsupported: ClassVar[dict[str, Refused]] = {"encrypted_content": refused()}
 
 
+class AdditionalToolsItem(Wire):
+    """Tools in an item of the conversation: the prompt has them behind those of the field `tools`."""
+
+    type: Literal["additional_tools"]
+    id: Annotated[ItemId | None, notes.ITEM_ID] = None
+    role: Literal["developer"]
+    """Who has added them; one value."""
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+    """Functions and custom tools that the model may call in this response and in those that continue it."""
+
+
 class ItemReference(Wire):
     """An item of a stored response, input or output, by its id."""
 
@@ -172,6 +185,7 @@ Item = Annotated[
     | CustomCallItem
     | CustomCallOutputItem
     | ReasoningItem
+    | AdditionalToolsItem
     | ItemReference,
     Field(discriminator="type"),
     BeforeValidator(typed),
@@ -189,6 +203,8 @@ def as_turns(items: list[Json]) -> list[Json]:
     thought: list[str] = []  # for the assistant's next message
     for item in items:
         kind = item["type"]
+        if kind == "additional_tools":
+            continue
         if kind == "reasoning":
             thought.append(reasoning_text(item))
             continue
@@ -213,9 +229,11 @@ def as_turns(items: list[Json]) -> list[Json]:
     return turns
 
 
-def in_namespace(namespace: str | None, name: str) -> str:
-    """Return the name under which the prompt has a function, which may belong to a group."""
-    return name if namespace is None else f"{namespace}__{name}"
+def of_current_turn(items: list[Json]) -> list[Json]:
+    """Return the items without the reasoning before the last message of the user."""
+    said = [index for index, item in enumerate(items) if item.get("role") == "user"]
+    last = said[-1] if said else 0
+    return [item for index, item in enumerate(items) if index > last or item["type"] != "reasoning"]
 
 
 def arguments_of(text: str) -> str:

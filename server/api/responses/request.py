@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec.structs import replace
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, TypeAdapter, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
@@ -21,9 +21,10 @@ from ..conversation import Effort, by_effort, calling_of, check_choice, is_think
 from ..response_format import ANY_OBJECT, JsonObjectFormat, NamedSchema, StructuredOutputs, TextFormat, of_outputs
 from ..sampling import MAX_INT, MAX_LOGPROBS, Count, GenerationFields, Limit, Stop, Text, User, listed, only_with
 from ..tools import MAX_TOOLS
-from .items import ItemId, Items, as_turns
+from .items import AdditionalToolsItem, ItemId, Items, as_turns, of_current_turn
 from .tools import AnyTool, Callable, CustomTool, FlatAllowed, FlatChoice, callables, chosen_names
 
+TOOLS: TypeAdapter[list[AnyTool]] = TypeAdapter(list[AnyTool])
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal[
     "message.output_text.logprobs",
@@ -60,10 +61,10 @@ class ReasoningOptions(Wire):
     """How the model is to reason."""
 
     effort: Annotated[Effort | None, notes.EFFORT] = None
-    unsupported: ClassVar[dict[str, Refused]] = {
-        "context": refused("auto", hint="the chat template decides which reasoning the model sees"),
-        "mode": refused("standard"),
-    }
+    context: Literal["auto", "all_turns", "current_turn"] | None = None
+    """current_turn: reasoning before the user's last message is left out; otherwise the chat template decides which
+    reasoning the model sees."""
+    unsupported: ClassVar[dict[str, Refused]] = {"mode": refused("standard")}
     generate_summary: Annotated[Summary | None, LABEL, notes.ALL_REASONING] = None
     summary: Annotated[Summary | None, LABEL, notes.ALL_REASONING] = None
 
@@ -91,7 +92,7 @@ class ResponsesRequest(Labels, GenerationFields):
     )
 
     input: Text | Items
-    """A text, or items: messages, function calls and their outputs, reasoning, references."""
+    """A text, or items: messages, function calls and their outputs, reasoning, additional tools, references."""
     instructions: Text | None = None
     """A system message before the input; not carried over to later responses."""
     previous_response_id: ItemId | None = None
@@ -113,7 +114,9 @@ class ResponsesRequest(Labels, GenerationFields):
     reasoning: ReasoningOptions | None = None
     """How the model is to reason."""
 
-    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[
+        Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None, Field(validate_default=True)
+    ] = None
     """Functions and custom tools that the model may call, single or in groups. Tools that OpenAI runs are left out of
     the prompt."""
     tool_choice: Annotated[FlatChoice | None, notes.TOOL_CHOICE] = None
@@ -167,8 +170,8 @@ class ResponsesRequest(Labels, GenerationFields):
 
     @field_validator("tools")
     @classmethod
-    def _names_differ(cls, value: list[AnyTool] | None) -> list[AnyTool] | None:
-        found = callables(value)
+    def _names_differ(cls, value: list[AnyTool] | None, info: ValidationInfo) -> list[AnyTool] | None:
+        found = [*callables(value, "tools"), *in_items(info.data.get("input"))]
         if len({each.name for each in found}) < len(found):
             raise clash("must not hold two functions of the same name")
         if len(found) > MAX_TOOLS:
@@ -187,7 +190,8 @@ class ResponsesRequest(Labels, GenerationFields):
     @field_validator("tool_choice")
     @classmethod
     def _among_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
-        check_choice(value, chosen_names(value), [each.name for each in callables(info.data.get("tools"))])
+        found = [*callables(info.data.get("tools"), "tools"), *in_items(info.data.get("input"))]
+        check_choice(value, chosen_names(value), [each.name for each in found])
         return value
 
     _options_of_a_stream = field_validator("stream_options")(only_with("stream"))
@@ -230,8 +234,10 @@ class ResponsesRequest(Labels, GenerationFields):
     def prompt_source(self) -> ConversationPrompt:
         budget = self.thinking_token_budget
         instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        is_current = self.reasoning is not None and self.reasoning.context == "current_turn"
+        items = of_current_turn(self.items) if is_current else self.items
         return ConversationPrompt(
-            turns=[*instructions, *as_turns(self.items)],
+            turns=[*instructions, *as_turns(items)],
             render_options=self.render_options,
             calling=self.calling,
             thinks=self.thinks,
@@ -272,13 +278,35 @@ class ResponsesRequest(Labels, GenerationFields):
             return of_schema(format.schema_, "text.format.schema")
         return of_outputs(self.structured_outputs)
 
+    @property
+    def callables(self) -> list[Callable]:
+        """The functions and custom tools of the request and of its conversation; of those of one name the last."""
+        found = callables(self.tools, "tools")
+        for index, item in enumerate(self.items, start=-len(self._before)):
+            if item["type"] == "additional_tools":
+                field = "previous_response_id" if index < 0 else f"input[{index}].tools"
+                found += callables(TOOLS.validate_python(item["tools"]), field)
+        return [*{each.name: each for each in found}.values()]
+
     def called(self, name: str) -> Callable | None:
         """Return the tool that has this name in the prompt."""
-        return next((each for each in callables(self.tools) if each.name == name), None)
+        return next((each for each in self.callables if each.name == name), None)
 
     @property
     def calling(self) -> Calling | None:
         choice = self.tool_choice
         mode = choice.mode if isinstance(choice, FlatAllowed) else None
-        tools = tuple(each.as_tool for each in callables(self.tools))
+        tools = tuple(each.as_tool for each in self.callables)
         return calling_of(tools, choice, chosen_names(choice), mode=mode, parallel=self.parallel_tool_calls)
+
+
+def in_items(items: Any) -> list[Callable]:
+    """Return the functions and custom tools in the items of an input."""
+    if not isinstance(items, list):
+        return []
+    return [
+        each
+        for index, item in enumerate(items)
+        if isinstance(item, AdditionalToolsItem)
+        for each in callables(item.tools, f"input[{index}].tools")
+    ]

@@ -21,6 +21,7 @@ from ...http.excerpt import shown
 from ...http.openapi import described, events, returned
 from ...state import AppDep
 from .. import conversation
+from ..tools import MAX_TOOLS
 from .items import MAX_ITEMS
 from .request import ResponsesRequest
 from .response import ResponsesWriter, item_id, response_of
@@ -31,7 +32,7 @@ from .store_file import Record
 
 OPEN = ("queued", "in_progress")
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-PREFIXES |= {"custom_tool_call": "ctc", "custom_tool_call_output": "ctco"}
+PREFIXES |= {"custom_tool_call": "ctc", "custom_tool_call_output": "ctco", "additional_tools": "at"}
 
 
 async def check_query(request: Request, _: UserDep) -> None:
@@ -214,6 +215,8 @@ async def resolve(store: Store, caller: Caller, payload: ResponsesRequest) -> No
         message = f"Invalid 'input': the conversation has {len(before) + len(own)} items, and may have {MAX_ITEMS}."
         raise invalid(message, "input")
     payload.expand(before, own)
+    if len(payload.callables) > MAX_TOOLS:
+        raise invalid(f"Invalid 'input': the conversation has more than {MAX_TOOLS} functions.", "input")
 
 
 async def stored_items(store: Store, caller: Caller, response_id: str) -> list[Json]:

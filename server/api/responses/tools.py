@@ -16,7 +16,6 @@ from .. import notes
 from ..response_format import TextFormat
 from ..sampling import Text
 from ..tools import MAX_TOOLS, Function, FunctionName, as_tool
-from .items import in_namespace
 
 BUILT_IN_CHOICES = """
     apply_patch code_interpreter computer computer_use computer_use_preview file_search image_generation mcp
@@ -182,16 +181,21 @@ class Callable(NamedTuple):
         return as_tool(self.tool, self.name, self.field)
 
 
-def callables(tools: Sequence[AnyTool] | None) -> list[Callable]:
-    """Return the functions and custom tools among the tools and in their groups."""
+def callables(tools: Sequence[AnyTool] | None, field: str) -> list[Callable]:
+    """Return the functions and custom tools among the tools of a field and in their groups."""
     found = []
     for index, tool in enumerate(tools or ()):
         if isinstance(tool, NamespaceTool):
             found += [
-                Callable(own, tool.name, f"tools[{index}].tools[{number}]")
+                Callable(own, tool.name, f"{field}[{index}].tools[{number}]")
                 for number, own in enumerate(tool.tools)
                 if not isinstance(own, HostedTool)
             ]
         elif not isinstance(tool, HostedTool):
-            found.append(Callable(tool, None, f"tools[{index}]"))
+            found.append(Callable(tool, None, f"{field}[{index}]"))
     return found
+
+
+def in_namespace(namespace: str | None, name: str) -> str:
+    """Return the name under which the prompt has a function, which may belong to a group."""
+    return name if namespace is None else f"{namespace}__{name}"

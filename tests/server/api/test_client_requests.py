@@ -203,6 +203,10 @@ def codex() -> Iterator[tuple[str, str, str, Json]]:
     yield name, "namespace", RESPONSES, {**body, "tools": [shell, agents]}
     spoken = [*asked, {**call, "namespace": "multi_agent_v1"}, called[-1]]
     yield name, "call in a namespace", RESPONSES, {**body, "input": spoken}
+    without = {key: value for key, value in body.items() if key != "tools"}
+    added = [{"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [agents]}, *spoken]
+    context = {"reasoning": {"effort": "medium", "context": "all_turns"}}
+    yield name, "additional tools", RESPONSES, {**without, **context, "input": added}
     yield name, "web search", RESPONSES, {**body, "tools": [shell, web]}
     yield name, "apply_patch", RESPONSES, {**body, "tools": [shell, patch]}
     patched = [

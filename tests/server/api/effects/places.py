@@ -111,6 +111,8 @@ CUSTOM = {
     "type": "custom", "name": "log", "description": "Writes the log.", "async": None, "allowed_callers": None,
     "defer_loading": None, "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "Fog."'},
 }  # fmt: skip
+SEA = {"type": "namespace", "name": "sea", "description": "Of the sea.", "tools": [FLAT, CUSTOM]}
+ADDED = {"type": "additional_tools", "id": "at_1", "role": "developer"}
 
 
 def block(text):
@@ -189,10 +191,8 @@ EXAMPLES = {
         {"input": "And now?", "tools": [FLAT], "tool_choice": {"type": "function", "name": "look"}},
         {"input": "And now?", "text": {"format": TEXT, "verbosity": None}},
         {"input": "And now?", "reasoning": {"summary": None, "generate_summary": None}},
-        {
-            "input": "And now?",
-            "tools": [{"type": "namespace", "name": "sea", "description": "Of the sea.", "tools": [FLAT, CUSTOM]}],
-        },
+        {"input": "And now?", "tools": [SEA]},
+        *({"input": [{**ADDED, "tools": tools}, *PLAIN]} for tools in ([FLAT, CUSTOM], [SEA])),
     ],
     MESSAGES: MESSAGES_EXAMPLES,
     COUNT_TOKENS: MESSAGES_EXAMPLES,

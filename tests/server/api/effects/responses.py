@@ -251,6 +251,18 @@ def reference(e):
     assert wrong.json()["error"]["param"] == "input.0.id"
 
 
+def context(e):
+    """Reasoning of earlier turns is left out."""
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Narwhal."}]}
+    said = {"role": "assistant", "content": "No."}
+    for items, kept in (([*QUESTION, thought, said, *QUESTION], False), ([*QUESTION, thought, said], True)):
+        prompts = {each: e.shown(input=items, reasoning={"context": each}) for each in ("auto", "all_turns")}
+        assert prompts["auto"] == prompts["all_turns"] == e.shown(input=items)
+        assert "Narwhal." in prompts["auto"]
+        assert ("Narwhal." in e.shown(input=items, reasoning={"context": "current_turn"})) is kept
+    assert e.post(reasoning={"context": "narwhal"}).json()["error"]["param"] == "reasoning.context"
+
+
 def summary(e):
     """Read where there is no content."""
     thought = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "Narwhal."}]}]
@@ -289,13 +301,17 @@ def custom_format(e):
 CONTENT = "input[type=message].content"
 CALLED, GIVEN, THOUGHT_OF = (f"input[type={kind}]" for kind in ("function_call", "function_call_output", "reasoning"))
 CUSTOM_CALLED, CUSTOM_GIVEN = (f"input[type={kind}]" for kind in ("custom_tool_call", "custom_tool_call_output"))
+ADDED = "input[].tools"
+TOOLS = ("tools", ADDED)  # where tools may be
+KINDS = ("function", "custom")
+NARWHAL = {"type": "object", "properties": {"narwhal": {}}}
 IDS = ("input[type=message]", CALLED, GIVEN, CUSTOM_CALLED, CUSTOM_GIVEN, THOUGHT_OF)
 ITEM_FIELDS = {
     "input[].type": item_type,
-    "input[].role": item_role,
+    "input[type=message].role": item_role,
     f"{CONTENT}[].type": part_type,
     "input[type=item_reference].id": reference,
-    **{field: kept(field) for field in (f"{kind}.id" for kind in IDS)},
+    **{field: kept(field) for field in (f"{kind}.id" for kind in (*IDS, "input[type=additional_tools]"))},
     **{
         field: written(field, "narwhal")
         for field in (
@@ -308,12 +324,14 @@ ITEM_FIELDS = {
             "input[].input",
             "input[].summary[].text",
             f"{THOUGHT_OF}.content[].text",
-            "tools[type=function].name",
-            "tools[type=function].description",
-            "tools[type=custom].name",
-            "tools[type=custom].description",
-            "tools[type=namespace].name",
-            *(f"tools[].tools[type={kind}].{n}" for kind in ("function", "custom") for n in ("name", "description")),
+            *(f"{tools}[type={kind}].{n}" for tools in TOOLS for kind in KINDS for n in ("name", "description")),
+            *(f"{tools}[type=namespace].name" for tools in TOOLS),
+            *(
+                f"{tools}[].tools[type={kind}].{n}"
+                for tools in TOOLS
+                for kind in KINDS
+                for n in ("name", "description")
+            ),
         )
     },
     **{
@@ -321,31 +339,33 @@ ITEM_FIELDS = {
         for field, value in {
             "input[].arguments": '{"far": "narwhal"}',
             f"{THOUGHT_OF}.content": [{"type": "reasoning_text", "text": "narwhal"}],
-            "tools[].parameters": {"type": "object", "properties": {"narwhal": {}}},
-            "tools[].tools": [{**TOOL, "name": "narwhal"}],
-            "tools[].tools[].parameters": {"type": "object", "properties": {"narwhal": {}}},
+            **{f"{tools}[].parameters": NARWHAL for tools in TOOLS},
+            **{f"{tools}[].tools": [{**TOOL, "name": "narwhal"}] for tools in TOOLS},
+            **{f"{tools}[].tools[].parameters": NARWHAL for tools in TOOLS},
+            ADDED: [{**TOOL, "name": "narwhal"}],
         }.items()
     },
     "input[].summary": summary,
     **{
         field: needed(field)
         for field in (
+            "input[type=additional_tools].role",
             f"{GIVEN}.output[].type",
             f"{CUSTOM_GIVEN}.output[].type",
             "input[].summary[].type",
             f"{THOUGHT_OF}.content[].type",
-            "tools[].type",
-            "tools[].tools[].type",
+            *(f"{tools}[].type" for tools in TOOLS),
+            *(f"{tools}[].tools[].type" for tools in TOOLS),
         )
     },
-    "tools[].strict": held("tools[].parameters", lambda e: True),
-    "tools[].tools[].strict": held("tools[].tools[].parameters", lambda e: True),
+    **{f"{tools}[].strict": held(f"{tools}[].parameters", lambda e: True) for tools in TOOLS},
+    **{f"{tools}[].tools[].strict": held(f"{tools}[].tools[].parameters", lambda e: True) for tools in TOOLS},
     **dict.fromkeys(("tool_choice.type", "tool_choice.name", "tool_choice.mode", "tool_choice.tools"), chosen),
     **dict.fromkeys(("tool_choice.tools[].type", "tool_choice.tools[].name"), chosen),
     **dict.fromkeys(("text.format.type", "text.format.schema"), text_format),
     **{
         f"{tools}[].format{name}": custom_format
-        for tools in ("tools", "tools[].tools")
+        for tools in (*TOOLS, *(f"{place}[].tools" for place in TOOLS))
         for name in ("", ".type", ".syntax", ".definition")
     },
 }
@@ -369,6 +389,7 @@ EFFECTS = {
         "text.format": text_format,
         "reasoning": effort,
         "reasoning.effort": effort,
+        "reasoning.context": context,
         "tools": tools,
         "tool_choice": tool_choice,
         "parallel_tool_calls": parallel_tool_calls,
@@ -387,7 +408,7 @@ LABELS = {
     "text.verbosity": "low",
     "reasoning.summary": "detailed",
     "reasoning.generate_summary": "concise",
-    "tools[type=namespace].description": "A narwhal.",
+    **{f"{tools}[type=namespace].description": "A narwhal." for tools in TOOLS},
     **{f"{GIVEN}.{name}": "narwhal" for name in ("name", "namespace")},
     **{f"{kind}.status": "incomplete" for kind in IDS},
     f"{CUSTOM_GIVEN}.name": "narwhal",

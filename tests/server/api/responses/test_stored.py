@@ -51,6 +51,49 @@ async def test_calls_go_on_with_their_outputs(folder):
             assert LIBRARY.decode(engine.requests[-1].prompt_ids) == told
 
 
+async def test_additional_tools_stay_with_the_conversation(folder):
+    added = {"type": "additional_tools", "role": "developer", "tools": [WEATHER]}
+    engine = FakeEngine(saying(CALL))
+    async with serving(folder, engine) as (client, _):
+
+        async def made(**body):
+            return (await client.post(RESPONSES, json=body)).json()
+
+        asked = {"type": "message", "role": "user", "content": "the weather?"}
+        first = await made(input=[added, asked])
+        listed = LIBRARY.decode(engine.requests[-1].prompt_ids)
+        again = await made(input="and now?", previous_response_id=first["id"])
+        for response in (first, again):
+            assert [item["type"] for item in response["output"]] == ["function_call"]
+        in_field = await made(input=[asked], tools=[WEATHER])
+        assert LIBRARY.decode(engine.requests[-1].prompt_ids) == listed, "the prompt has them where it has others"
+        kept = (await client.get(f"{RESPONSES}/{first['id']}/input_items", params={"order": "asc"})).json()["data"]
+        assert [item["type"] for item in kept] == ["additional_tools", "message"]
+        assert kept[0]["tools"][0]["name"] == WEATHER["name"]
+        assert in_field["output"][0]["name"] == WEATHER["name"]
+        twice = await made(input=[added, asked], tools=[WEATHER])
+        assert twice["error"]["param"] == "tools"
+        named = {"type": "function", "name": WEATHER["name"]}
+        await made(input=[added, asked], tool_choice=named)
+        assert engine.requests[-1].params.grammar is not None
+        missing = await made(input=[asked], tool_choice=named)
+        assert missing["error"]["param"] == "tool_choice"
+
+
+async def test_a_conversation_has_a_bound_on_its_functions(folder):
+    def added(start):
+        tools = [{"type": "function", "name": f"f{number}", "parameters": {}} for number in range(start, start + 200)]
+        return {"type": "additional_tools", "role": "developer", "tools": tools}
+
+    async with serving(folder, FakeEngine(saying("the whale"))) as (client, _):
+        ship = {"type": "message", "role": "user", "content": "the ship"}
+        first = (await client.post(RESPONSES, json={"input": [added(0), ship]})).json()
+        body = {"input": [added(200), ship], "previous_response_id": first["id"]}
+        refused = await client.post(RESPONSES, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+        assert (await client.post(RESPONSES, json={**body, "input": [added(56), ship]})).status_code == 200
+
+
 async def test_a_conversation_has_a_bound_also_where_it_is_only_referred_to(folder):
     async with serving(folder, FakeEngine(saying("the whale"))) as (client, _):
         made = (await client.post(RESPONSES, json={"input": "the sea " * 100})).json()
