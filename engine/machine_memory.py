@@ -26,6 +26,9 @@ def measure(device: str, root: Path = Path("/")) -> Machine:
         import torch
 
         free, total = torch.cuda.mem_get_info(torch.device(device))
+        if torch.cuda.get_device_properties(torch.device(device)).is_integrated:
+            # The memory is the machine's, and what its page cache holds of files counts as used.
+            free = min(total, max(free, measure("cpu", root).available))
         return Machine("cuda", total, free)
     total = available = 0
     try:

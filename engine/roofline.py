@@ -83,9 +83,10 @@ def read_rate(device: torch.device, size: int, reads: int, pick: Pick = statisti
     `pick` selects one of the times; of few, the shortest was disturbed least.
     """
     if device.type == "cuda":
-        source = torch.randn(CUDA_BYTES // 4, device=device)
+        size = min(CUDA_BYTES, torch.cuda.mem_get_info(device)[0] // 8)  # on a small GPU the model needs the rest
+        source = torch.randn(size // 4, device=device)
         target = torch.empty_like(source)
-        return 2 * CUDA_BYTES / _seconds(lambda: target.copy_(source), reads, device, pick)
+        return 2 * (size // 4 * 4) / _seconds(lambda: target.copy_(source), reads, device, pick)
     # Request huge pages: page faults of small ones would dominate a quick measurement.
     block = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):

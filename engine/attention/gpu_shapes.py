@@ -16,7 +16,7 @@ WIDTHS = 128, 256, 512
 # By breadth, queries times the heads that share a KV head, in an item of a longer row: of GPUs with large memory and of
 # others, see `has_large_memory`; in float32, whose products run without matrix units; and where rows of one query have
 # them, too, so that two sets of sums are held.
-TILE_ROWS, SMALL_TILE_ROWS = (128, 128, 64), (128, 128, 32)
+TILE_ROWS, SMALL_TILE_ROWS = (128, 128, 64), (128, 64, 32)
 FLOAT32_TILE_ROWS = 32, 32, 16
 UNIFORM_TILE_ROWS = 64, 32, 16
 MAX_GROUP = 128, 128, 16  # query heads per KV head, by breadth
@@ -37,6 +37,8 @@ def queries_of(layer: AttentionLayer, dtype: torch.dtype, *, uniform: bool = Fal
     """Return the number of queries in a work item of a longer row. `uniform`: see PagedGPU.invariant. `is_large`: see
     `has_large_memory`."""
     kind = breadth(layer)
+    # With a cache that has scales, float16 takes a second set of sums, see _tile in kernels/gpu/attention.py.
+    is_large = is_large and not (dtype == torch.float16 and kind)
     rows = (FLOAT32_TILE_ROWS if dtype == torch.float32 else TILE_ROWS if is_large else SMALL_TILE_ROWS)[kind]
     if uniform:
         rows = min(rows, UNIFORM_TILE_ROWS[kind])

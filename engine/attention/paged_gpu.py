@@ -26,6 +26,7 @@ from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta
 from .reference import Reference
 
+LEAST_CAPABILITY = 8, 0  # on older GPUs tiles of a chunk do not fit into shared memory, and there is no bfloat16
 LARGE_MEMORY = 200 << 10  # bytes of shared memory of a multiprocessor
 RESERVED_MEMORY = 1 << 10  # of it, for each program
 # Per multiprocessor, of rows of one query and of longer ones: more than fit at a time, so that the last ones fill what
@@ -319,6 +320,9 @@ def lack() -> str | None:
         return "Triton is not installed (`pip install triton`)"
     if is_interpreted():
         return None
+    if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) < LEAST_CAPABILITY:
+        least, own = ("{}.{}".format(*each) for each in (LEAST_CAPABILITY, capability))
+        return f"the Triton kernels need a GPU of compute capability {least} (Ampere) or more, and this one has {own}"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler: install gcc"
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():

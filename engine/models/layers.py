@@ -412,7 +412,7 @@ def softcap(x: Tensor, cap: float, kernels: Kernels | None) -> Tensor:
     """
     x = x if x.dtype == torch.float64 else x.float()
     if kernels is None or x.dtype != torch.float32:
-        return torch.tanh(x / cap) * cap
+        return x.div_(cap).tanh_().mul_(cap)  # in place: with prompts that are scored there are many logits
     assert x.is_contiguous()
     kernels.softcap(x.data_ptr(), x.numel(), cap, torch.get_num_threads())
     return x

@@ -243,10 +243,10 @@ class TritonLogits:
         return x.new_empty(len(x)), torch.empty(len(x), dtype=torch.int64, device=self.device)
 
     def _checked(self, x: Tensor) -> Tensor:
-        """Return contiguous x."""
+        """Return contiguous x, which begins at a multiple of 16 bytes: elsewhere kernels would be compiled again."""
         if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.vocab_size:
             raise ValueError(f"not [rows, {self.vocab_size}] of float32: {tuple(x.shape)} of {x.dtype}")
-        return x.contiguous()
+        return x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def fields_of(params: NDArray, vocab_size: int) -> NDArray:

@@ -93,13 +93,16 @@ FUSED = (
 )  # multiplications and additions
 
 
+LARGE = (90, 100, 103)  # see paged_gpu.has_large_memory
+
+
 def attend(
     layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, kind: str, arch: int
 ) -> tuple[Arguments, Shape]:
     """Return the types of the arguments and the constants of a launch, as PagedGPU makes it, and how it computes."""
-    uniform, is_scaled, is_large = kind.startswith("uniform"), cache in LARGEST, arch >= 90
+    uniform, is_scaled, is_large = kind.startswith("uniform"), cache in LARGEST, arch in LARGE
     is_decode = "decode" in kind
-    queries = 1 if is_decode else queries_of(layer, dtype, uniform=uniform, is_large=arch >= 90)
+    queries = 1 if is_decode else queries_of(layer, dtype, uniform=uniform, is_large=is_large)
     tokens = 1 if kind.endswith("of few") else FEW_ROWS + 1
     shape = attend_shape(layer, dtype, queries, tokens, uniform=uniform, is_scaled=is_scaled, is_large=is_large)
     types = {
@@ -116,7 +119,7 @@ def attend(
         "ROWS": tile_rows(layer, queries), "PARTED": is_decode,
         "TILE": shape.keys, "UNIFORM": uniform, "SKIP": shape.skips,
         "WINDOW": layer.window or 0, "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None,
-        "SCALED": is_scaled, "WIDEN": False, "DEPENDENT": is_large,
+        "SCALED": is_scaled, "WIDEN": False, "DEPENDENT": arch >= 90,
         "NEAR": near_lines(layer, 16) if shape.is_early and not is_scaled else 0,
     }  # fmt: skip
     return (signature, constants), shape
@@ -334,7 +337,7 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
     for name, each in LAYERS.items():
         for dtype, cache in (
             (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.int8), (torch.bfloat16, torch.float8_e4m3fn),
-            (torch.float32, torch.float32),
+            (torch.float16, torch.int8), (torch.float32, torch.float32),
         ):  # fmt: skip
             if cache == torch.float8_e4m3fn and arch < 89:
                 continue  # Triton does not convert these numbers there

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from engine import ConfigError, EngineConfig, EngineRequest, LocalEngine, SamplingParams
-from engine.attention import AttentionLayer, AttentionMeta, check, choice, gpu_plan, gpu_shapes, paged_gpu
+from engine.attention import AttentionLayer, AttentionMeta, KVCache, check, choice, gpu_plan, gpu_shapes, paged_gpu
 from engine.attention.layer import LARGEST
 from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import quantize
@@ -229,6 +229,38 @@ def test_nothing_before_a_window_is_read(small, held):
 )
 def test_layers_that_share_a_place_do_not_touch_the_parts_of_others(small, held, shapes):
     check_shared_places(PagedGPU(), held, shapes)
+
+
+@pytest.mark.parametrize("held, most", [(torch.int8, 0.001), (torch.float8_e4m3fn, 0.005)])
+def test_small_weights_do_not_vanish_in_float16(monkeypatch, held, most):
+    """The first token has a much larger score than 8,000 others, as in real models. Weights relative to it, times a
+    scale of the cache, are less than float16 can hold."""
+    launch = paged_gpu.launch
+    monkeypatch.setattr(paged_gpu, "launch", lambda *args, **more: launch(*args, **more | {"WIDEN": False}))
+    tokens, dim = 8192, 16
+    generator = torch.Generator().manual_seed(0)
+    layer = AttentionLayer(1, 1, dim, dim, scale=1.0)
+    q, k = torch.zeros(2, tokens, 1, dim)
+    v = 0.3 + 0.2 * torch.randn(tokens, 1, dim, generator=generator)
+    q[:, :, 0] = 1.0
+    k[:, 0, 0] = 0.3 * torch.randn(tokens, generator=generator)
+    k[0, 0, 0], v[0] = 11.0, 0.01 * v[0]
+    q, k, v = q.half(), k.half(), v.half()
+    backend, blocks = PagedGPU(), [*range(tokens // 16)]
+    cache = KVCache.allocate(backend, [layer], num_blocks=len(blocks), block_size=16, dtype=held, device=CPU)
+
+    def attend(first: int, count: int) -> torch.Tensor:
+        own = slice(first, first + count)
+        return cache.attend(0, q[own], k[own], v[own], cache.plan(AttentionMeta.of([(blocks, first, count)], 16)))
+
+    with monkeypatch.context() as only_stored:
+        only_stored.setattr(backend, "_attend", lambda cache, q, plan: q)
+        attend(0, tokens - 2)
+    found = attend(tokens - 2, 2)[-1, 0].double()
+    shares = (k[:, 0].double() @ q[-1, 0].double()).softmax(0)
+    assert 0.1 < shares[1:].sum() < 0.2
+    exact = shares @ v[:, 0].double()
+    assert (found - exact).norm() < most * exact.norm()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_neox"])

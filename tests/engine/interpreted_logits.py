@@ -275,6 +275,14 @@ def test_what_the_kernels_cannot_read_is_refused():
         backend.forbid(torch.randn(2, 40), np.arange(1), np.zeros((1, 1), np.int32))
 
 
+def test_rows_that_begin_anywhere_are_moved_to_where_kernels_need_no_other_code():
+    backend = TritonLogits(39, CPU)
+    x = torch.randn(5, 39)
+    for rows in (x, x[1:3], x[4:]):
+        checked = backend._checked(rows)
+        assert checked.data_ptr() % 16 == 0 and torch.equal(checked, rows)
+
+
 # -- the sampler ------------------------------------------------------------------------------------------------------
 
 

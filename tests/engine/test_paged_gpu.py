@@ -44,6 +44,11 @@ def test_without_a_gpu_or_a_compiler_there_is_a_reason(monkeypatch):
     assert (
         PagedGPU.objection(layers, torch.bfloat16, torch.int8, CPU, "auto") == "the Triton kernels need a CUDA device"
     )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    reason = paged_gpu.lack()
+    assert reason is not None and "compute capability 8.0 (Ampere) or more, and this one has 7.5" in reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     assert paged_gpu.lack() == "Triton needs a C compiler: install gcc"

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -390,6 +391,17 @@ MEMINFO = {"proc/meminfo": "MemTotal:       16000000 kB\nMemFree:  1 kB\nMemAvai
 def test_memory_is_read_from_the_kernel(tmp_path):
     write(tmp_path, MEMINFO)
     assert measure("cpu", tmp_path) == Machine("cpu", 16_000_000 * 1024, 9_000_000 * 1024)
+
+
+@pytest.mark.parametrize(("is_integrated", "available"), [(False, 2 * GB), (True, 9_000_000 * 1024)])
+def test_a_gpu_that_shares_the_machines_memory_may_take_what_files_occupy(
+    tmp_path, monkeypatch, is_integrated, available
+):
+    write(tmp_path, MEMINFO)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GB, 16 * GB))
+    properties = SimpleNamespace(is_integrated=is_integrated)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert measure("cuda:0", tmp_path) == Machine("cuda", 16 * GB, available)
 
 
 def test_a_control_groups_limit_counts_also_when_a_parent_sets_it(tmp_path):

@@ -106,11 +106,23 @@ def _tile(
         total = tl.dot(weights.to(ones.dtype), ones, total * decay[:, None], input_precision="ieee")
     else:
         total = total * decay + tl.sum(weights, 1)
+    NARROW: tl.constexpr = SCALED and q.dtype == tl.float16
     if SCALED:
-        weights = weights * tl.load(scales + BLOCK)[None, :]
+        own = tl.load(scales + BLOCK)
+        if NARROW:
+            # A weight times a scale may be less than the least number of float16, so the largest scale of the tile is
+            # multiplied by afterwards. bfloat16 has the range of float32.
+            most = tl.max(own, 0)
+            most = tl.where(most > 0.0, most, 1.0)
+            own = own / most
+        weights = weights * own[None, :]
     v = tl.load(v_at) if V_DIM == V_DIM_P else tl.load(v_at, mask=(e < V_DIM)[None, :], other=0.0)
     if WIDEN:
-        values = values * decay[:, None] + tl.dot(weights, v.to(tl.float32), input_precision="ieee")
+        added = tl.dot(weights, v.to(tl.float32), input_precision="ieee")
+        values = values * decay[:, None] + (added * most if NARROW else added)
+    elif NARROW:
+        added = tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        values = values * decay[:, None] + added * most
     else:
         values = tl.dot(weights.to(q.dtype), v.to(q.dtype), values * decay[:, None], input_precision="ieee")
     return highest, total, values

@@ -84,7 +84,7 @@ def multiply(
     k = tl.arange(0, STEP)
     is_row = n < rows
     row_at = weight_ptr + tl.minimum(n, rows - 1).to(tl.int64)[:, None] * COLUMNS
-    up_at = row_at + rows.to(tl.int64) * COLUMNS
+    up_at = row_at + tl.cast(rows, tl.int64) * COLUMNS
     # The weight is no result of a kernel before: the first columns are loaded while this kernel waits, the others come
     # to the cache.
     weight = tl.load(row_at + k[None, :], mask=(k < COLUMNS)[None, :], other=0.0)

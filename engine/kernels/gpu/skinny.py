@@ -115,7 +115,7 @@ def multiply(
         bias_ptr += 16 * tl.load(places_ptr + 2 * owner + 1)
     x_at = x_ptr + source.to(tl.int64)[:, None] * x_token + k[None, :]
     weight_at = weight_ptr + n.to(tl.int64)[None, :] * columns + k[:, None]
-    up_at = weight_at + rows.to(tl.int64) * columns
+    up_at = weight_at + tl.cast(rows, tl.int64) * columns
     total = tl.zeros([TOKENS, ROWS], tl.float32)
     up_total = tl.zeros([TOKENS, ROWS], tl.float32)
     if SERIAL:
