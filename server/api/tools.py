@@ -1,4 +1,4 @@
-"""Tools in the form of chat completions: functions that the model may call, and which of them it must call."""
+"""Tools in the form of chat completions: functions and custom tools, and which of them the model must call."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from ..generation.request import Calling, Tool
-from ..http.fields import OneError, RefusedKinds, Wire, clash
+from ..http.fields import OneError, Wire, clash
 from . import notes
 from .conversation import calling_of, check_choice
+from .custom_tools import InputGrammar, as_function, check_grammars
+from .response_format import TextFormat
 from .sampling import Text
 
 MAX_TOOLS = 256
@@ -28,11 +30,58 @@ class Function(Wire):
 
 
 class FunctionTool(Wire):
-    """A tool; functions are the only supported kind."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     function: Function
     """The function that the model may call."""
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+    def as_tool(self, field: str) -> Tool:
+        """Return the tool in the form that generation reads; `field` is where it is in the request."""
+        return as_tool(self.function, self.name, f"{field}.function")
+
+
+class GrammarFormat(Wire):
+    """Text that follows a grammar. Every input that is not cut off follows it."""
+
+    type: Literal["grammar"]
+    grammar: InputGrammar
+    """The grammar, also part of the prompt."""
+
+
+class Custom(Wire):
+    """A custom tool: its name, its description, and the format of its input."""
+
+    name: Annotated[FunctionName, notes.PROMPT_AND_CALL]
+    description: Annotated[Text | None, notes.PROMPT] = None
+    format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")] | None = None
+    """text, or a grammar that the input follows."""
+
+    @property
+    def grammar(self) -> InputGrammar | None:
+        return self.format.grammar if isinstance(self.format, GrammarFormat) else None
+
+
+class CustomTool(Wire):
+    """A tool whose input is a text. The model calls it as a function with the text as `input`."""
+
+    type: Literal["custom"]
+    custom: Custom
+    """The custom tool that the model may call."""
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+    def as_tool(self, field: str) -> Tool:
+        """Return the tool in the form that generation reads; `field` is where it is in the request."""
+        grammar = self.custom.grammar
+        where = f"{field}.custom" if grammar is None else grammar_field(field)
+        return as_function(self.name, self.custom.description, grammar, where)
 
 
 class NamedFunction(Wire):
@@ -48,12 +97,37 @@ class NamedTool(Wire):
     function: NamedFunction
     """The function."""
 
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedCustom(Wire):
+    """The name of a custom tool among the tools."""
+
+    name: Annotated[FunctionName, notes.TOOL_NAME]
+
+
+class NamedCustomTool(Wire):
+    """One of the custom tools."""
+
+    type: Literal["custom"]
+    custom: NamedCustom
+    """The custom tool."""
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+NamedAny = Annotated[NamedTool | NamedCustomTool, Field(discriminator="type")]
+
 
 class AllowedTools(Wire):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Annotated[Literal["auto", "required"], notes.MODE]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True), notes.ALLOWED]
+    tools: Annotated[list[NamedAny], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True), notes.ALLOWED]
 
 
 class AllowedToolsChoice(Wire):
@@ -64,11 +138,11 @@ class AllowedToolsChoice(Wire):
     """The tools, and whether one of them must be called."""
 
 
-NOT_CUSTOM = RefusedKinds("type", ("custom",))
-Tools = Annotated[list[Annotated[FunctionTool, NOT_CUSTOM]], Field(max_length=MAX_TOOLS, fail_fast=True)]
-Named = Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type"), NOT_CUSTOM]
+AnyTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+Tools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | Named,
+    Literal["none", "auto", "required"]
+    | Annotated[NamedTool | NamedCustomTool | AllowedToolsChoice, Field(discriminator="type")],
     OneError("must be none, auto, required, the name of one of the tools, or allowed_tools"),
 ]
 
@@ -77,20 +151,21 @@ class ToolsField(Wire):
     """The tools of a conversation."""
 
     tools: Tools | None = None
-    """Functions that the model may call."""
+    """Functions and custom tools that the model may call."""
 
     @field_validator("tools")
     @classmethod
-    def _names_differ(cls, value: list[FunctionTool] | None) -> list[FunctionTool] | None:
-        names = [tool.function.name for tool in value or ()]
-        if len({*names}) < len(names):
+    def _can_be_called(cls, value: list[AnyTool] | None) -> list[AnyTool] | None:
+        tools = value or []
+        if len({tool.name for tool in tools}) < len(tools):
             raise clash("must not hold two functions of the same name")
+        customs = [(f"tools[{index}]", tool.custom) for index, tool in enumerate(tools) if isinstance(tool, CustomTool)]
+        check_grammars([(grammar_field(field), tool.grammar) for field, tool in customs if tool.grammar is not None])
         return value
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        functions = [tool.function for tool in self.tools or ()]
-        return tuple(as_tool(each, each.name, f"tools[{index}].function") for index, each in enumerate(functions))
+        return tuple(tool.as_tool(f"tools[{index}]") for index, tool in enumerate(self.tools or ()))
 
 
 class ToolChoiceFields(ToolsField):
@@ -102,7 +177,7 @@ class ToolChoiceFields(ToolsField):
     @field_validator("tool_choice")
     @classmethod
     def _among_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
-        check_choice(value, chosen_names(value), [tool.function.name for tool in info.data.get("tools") or ()])
+        check_choice(value, chosen_names(value), [tool.name for tool in info.data.get("tools") or ()])
         return value
 
     @property
@@ -113,11 +188,16 @@ class ToolChoiceFields(ToolsField):
         return calling_of(self.offered, choice, chosen_names(choice), mode=mode, parallel=self.parallel_tool_calls)
 
 
-def chosen_names(choice: str | NamedTool | AllowedToolsChoice | None) -> list[str]:
-    """Return the names of the functions that a choice contains."""
-    if isinstance(choice, NamedTool):
-        return [choice.function.name]
-    return [tool.function.name for tool in choice.allowed_tools.tools] if isinstance(choice, AllowedToolsChoice) else []
+def chosen_names(choice: str | NamedTool | NamedCustomTool | AllowedToolsChoice | None) -> list[str]:
+    """Return the names of the functions and custom tools that a choice contains."""
+    if isinstance(choice, NamedTool | NamedCustomTool):
+        return [choice.name]
+    return [tool.name for tool in choice.allowed_tools.tools] if isinstance(choice, AllowedToolsChoice) else []
+
+
+def grammar_field(field: str) -> str:
+    """Return where a request has the definition of the grammar of the custom tool at `field`."""
+    return f"{field}.custom.format.grammar.definition"
 
 
 def as_tool(function: Function, name: str, field: str) -> Tool:

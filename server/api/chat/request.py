@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec.structs import replace
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ...generation.output import Json
@@ -15,6 +15,7 @@ from ...http.openapi import examples
 from ...tokenization.encoder import RenderOptions
 from .. import notes
 from ..conversation import Effort, by_effort, is_thinking, thinking_variables
+from ..custom_tools import arguments_of
 from ..response_format import FormatFields
 from ..sampling import MAX_INT, MAX_LOGPROBS, Count, Limit, Text, only_with, same_as
 from ..tools import ToolChoiceFields, ToolsField
@@ -86,20 +87,44 @@ class CalledFunction(Wire):
     """Accepted: the parsed arguments, which the streaming helper of OpenAI's SDK sends back."""
 
 
-class ToolCall(Wire):
-    """One call that the model made."""
+class CalledCustomTool(Wire):
+    """A custom tool that the model called, with its input as text."""
 
-    type: Literal["function"] = "function"
+    name: Annotated[Name, notes.PROMPT]
+    input: Annotated[Text, notes.PROMPT]
+
+
+class AnyToolCall(Wire):
+    """What calls of functions and of custom tools have."""
+
     id: Annotated[Name, notes.FOR_TEMPLATE]
-    function: CalledFunction
-    """The function and its arguments."""
     index: Annotated[Annotated[int, Field(ge=0, le=MAX_TOOL_CALLS)] | None, LABEL, Field(exclude=True)] = None
     """Accepted: clients that send streamed calls back keep it; the list decides the order."""
 
 
-ToolCalls = Annotated[
-    list[Annotated[ToolCall, RefusedKinds("type", ("custom",))]], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)
-]
+class ToolCall(AnyToolCall):
+    """A call of a function that the model made."""
+
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    """The function and its arguments."""
+
+
+class CustomToolCall(AnyToolCall):
+    """A call of a custom tool that the model made."""
+
+    type: Literal["custom"]
+    custom: CalledCustomTool
+    """The custom tool and its input."""
+
+
+def _typed(value: Any) -> Any:
+    """Add the type of a call without one, which is a function's."""
+    return {**value, "type": "function"} if isinstance(value, dict) and "type" not in value else value
+
+
+AnyCall = Annotated[ToolCall | CustomToolCall, Field(discriminator="type"), BeforeValidator(_typed)]
+ToolCalls = Annotated[list[AnyCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 
 
 class ReasoningDetail(Wire):
@@ -385,6 +410,8 @@ def as_dicts(messages: list[Message]) -> list[Json]:
     """Return messages as chat templates read them."""
     turns = [message.model_dump(exclude_none=True) for message in messages]
     for turn in turns:
+        if "tool_calls" in turn:
+            turn["tool_calls"] = [as_function_call(call) for call in turn["tool_calls"]]
         if turn["role"] == "assistant" and "tool_calls" not in turn:
             turn.setdefault("content", "")  # which templates add to texts
         details = turn.pop("reasoning_details", ())
@@ -392,3 +419,11 @@ def as_dicts(messages: list[Message]) -> list[Json]:
             texts = (detail.get("text") or detail.get("summary") for detail in details)
             turn["reasoning_content"] = "\n".join(text for text in texts if text)
     return turns
+
+
+def as_function_call(call: Json) -> Json:
+    """Return a call as chat templates read it; for the model a custom tool is a function."""
+    if call["type"] == "function":
+        return call
+    name, text = call["custom"]["name"], call["custom"]["input"]
+    return {"id": call["id"], "type": "function", "function": {"name": name, "arguments": arguments_of(text)}}

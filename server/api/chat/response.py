@@ -1,133 +1,50 @@
-"""Responses of chat completions: the assistant's next message, whole or as the chunks of a stream."""
+"""Writes a chat completion: the assistant's next message, whole or as the chunks of a stream."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Literal
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
-from ...generation.output import FinishReason, Logprob, Output, PromptLogprobs, StopReason, Usage
-from ...http.openapi import JsonObject
+from ...generation.output import Output, PromptLogprobs, Usage
 from ...parsers.parts import Arguments, Call, Content, Part, Reasoning, join
+from ..custom_tools import input_of
+from ..tools import CustomTool
 from ..writer import CompletionsWriter
 from .request import ChatRequest
+from .schema import (
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    ChatMessage,
+    ChunkChoice,
+    CustomCall,
+    Delta,
+    DeltaCall,
+    DeltaCustom,
+    DeltaFunction,
+    FunctionCall,
+    MessageCall,
+    MessageCustomCall,
+)
 
 
-class ChatLogprobs(JsonObject):
-    """One entry per token, including the one that ended the completion."""
-
-    content: list[Logprob] | None
-    refusal: None = None
-
-
-class FunctionCall(JsonObject):
-    """The name of a function and its arguments as JSON text."""
-
-    name: str
-    arguments: str
-
-
-class MessageCall(JsonObject):
-    """A call of a function."""
-
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
-
-
-class ChatMessage(JsonObject):
-    """The assistant's message."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    """The same as reasoning_content, which some clients read under this name."""
-    tool_calls: list[MessageCall] | UnsetType = UNSET
-
-
-class ChatChoice(JsonObject, kw_only=True):
-    """One of n completions."""
+class Input(Struct, frozen=True):
+    """The input of a custom tool's call that is complete or cut off, in the place of its arguments."""
 
     index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: StopReason
-    token_ids: tuple[int, ...] | UnsetType = UNSET
+    text: str
 
 
-class ChatCompletion(JsonObject, kw_only=True):
-    """All choices in one object."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    service_tier: Literal["default"] | UnsetType = UNSET
-    usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
-    metadata: dict[str, str] | UnsetType = UNSET
-
-
-class DeltaFunction(JsonObject):
-    """The first piece of a call has its name; every piece may have more of its arguments."""
-
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-
-
-class DeltaCall(JsonObject, kw_only=True):
-    """What a chunk adds to call number `index`."""
+class OpenCall(Struct, frozen=True):
+    """The call of a custom tool that is not complete, and its arguments so far."""
 
     index: int
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: DeltaFunction
-
-
-class Delta(JsonObject):
-    """What a chunk adds to the message."""
-
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    refusal: UnsetType | None = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    """The same as reasoning_content, which some clients read under this name."""
-    tool_calls: list[DeltaCall] | UnsetType = UNSET
-
-
-class ChunkChoice(JsonObject):
-    """A choice's part of a chunk."""
-
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: StopReason | UnsetType = UNSET
-    token_ids: tuple[int, ...] | UnsetType = UNSET
-
-
-class ChatCompletionChunk(JsonObject, kw_only=True):
-    """One event of a stream."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChunkChoice]
-    service_tier: Literal["default"] | UnsetType = UNSET
-    usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    arguments: list[str]
 
 
 class ChatWriter(CompletionsWriter[ChatRequest]):
@@ -142,7 +59,7 @@ class ChatWriter(CompletionsWriter[ChatRequest]):
 
     def chunks(self, output: Output, usage: Usage | None) -> list[ChatCompletionChunk]:
         """The text in one chunk and the end in another, as OpenAI has it."""
-        deltas = list(self._deltas(output.parts))
+        deltas = list(self._deltas(self._with_inputs(output)))
         has_tokens = output.token_ids and (output.logprobs or self.request.return_token_ids)
         if not deltas and (has_tokens or self.prompt_logprobs(output)):
             deltas = [Delta(content="")]
@@ -161,7 +78,7 @@ class ChatWriter(CompletionsWriter[ChatRequest]):
         return self.request.num_logprobs is not None
 
     def bare_text(self, output: Output) -> str | None:
-        if output.finish_reason is not None or output.prompt_logprobs is not None:
+        if output.finish_reason is not None or output.prompt_logprobs is not None or output.choice in self._open_calls:
             return None
         texts = [part.text for part in output.parts if isinstance(part, Content)]
         return "".join(texts) if len(texts) == len(output.parts) else None
@@ -223,21 +140,73 @@ class ChatWriter(CompletionsWriter[ChatRequest]):
             message.reasoning_content = message.reasoning = reasoning
         if calls:
             message.tool_calls = [
-                MessageCall(id, "function", FunctionCall(name, arguments)) for id, name, arguments in calls
+                MessageCustomCall(id, CustomCall(name, input_of(arguments)))
+                if name in self._custom_names
+                else MessageCall(id, FunctionCall(name, arguments))
+                for id, name, arguments in calls
             ]
         return message
 
-    def _deltas(self, parts: Iterable[Part]) -> Iterator[Delta]:
+    @cached_property
+    def _custom_names(self) -> frozenset[str]:
+        return frozenset(tool.name for tool in self.request.tools or () if isinstance(tool, CustomTool))
+
+    @cached_property
+    def _open_calls(self) -> dict[int, OpenCall]:
+        """By choice: its call of a custom tool that is not complete."""
+        return {}
+
+    def _with_inputs(self, output: Output) -> Iterator[Part | Input]:
+        """Yield the parts of an output with the inputs of custom tools instead of their arguments.
+
+        An input is a string in JSON, which is decoded once, when the next part or the end shows that it is complete.
+        """
+        for part in output.parts:
+            call = self._open_calls.get(output.choice)
+            if call is not None and isinstance(part, Arguments):
+                call.arguments.append(part.text)
+                continue
+            yield from self._close_call(output.choice)
+            if isinstance(part, Call) and part.name in self._custom_names:
+                self._open_calls[output.choice] = OpenCall(part.index, [])
+            yield part
+        if output.finish_reason:
+            yield from self._close_call(output.choice)
+
+    def _close_call(self, choice: int) -> Iterator[Input]:
+        call = self._open_calls.pop(choice, None)
+        if call is not None:
+            yield Input(call.index, input_of("".join(call.arguments)))
+
+    def _deltas(self, parts: Iterable[Part | Input]) -> Iterator[Delta]:
         """One delta per run of parts of one kind or call: many clients read one kind, and the first call, of each."""
         for (kind, _), run in itertools.groupby(parts, _field):
             if kind == "tool_calls":
-                yield Delta(tool_calls=[call_delta([part for part in run if isinstance(part, Call | Arguments)])])
+                pieces = [part for part in run if isinstance(part, Call | Arguments | Input)]
+                yield Delta(tool_calls=[self._call_delta(pieces)])
                 continue
             text = "".join(part.text for part in run if isinstance(part, Content | Reasoning))
             if kind == "content":
                 yield Delta(content=text)
             elif self.request.tells_reasoning:
                 yield Delta(reasoning_content=text, reasoning=text)
+
+    def _call_delta(self, run: list[Call | Arguments | Input]) -> DeltaCall:
+        """Return a run of pieces of one call as one entry: some SDKs make a call of each entry of a delta."""
+        first = run[0]
+        delta = DeltaCall(index=first.index)
+        name: str | UnsetType = UNSET
+        text = "".join(part.text for part in run if not isinstance(part, Call))
+        is_custom = isinstance(run[-1], Input)
+        if isinstance(first, Call):
+            delta.id, name = first.id, first.name
+            is_custom = name in self._custom_names
+            delta.type = "custom" if is_custom else "function"
+        if is_custom:
+            delta.custom = DeltaCustom(name, text)
+        else:
+            delta.function = DeltaFunction(name, text)
+        return delta
 
     def _logprobs(self, output: Output) -> ChatLogprobs | None:
         if self.request.num_logprobs is None:
@@ -246,17 +215,8 @@ class ChatWriter(CompletionsWriter[ChatRequest]):
         return ChatLogprobs([self.entry(token, entry) for token, entry in pairs])
 
 
-def _field(part: Part) -> tuple[str, int]:
+def _field(part: Part | Input) -> tuple[str, int]:
     """The field of a message that a part belongs to, and the index of its call."""
     if isinstance(part, Content | Reasoning):
         return "content" if isinstance(part, Content) else "reasoning", 0
     return "tool_calls", part.index
-
-
-def call_delta(run: list[Call | Arguments]) -> DeltaCall:
-    """Return a run of parts of one call as one entry: some SDKs make a call of each entry of a delta."""
-    first = run[0]
-    arguments = "".join(part.text for part in run if isinstance(part, Arguments))
-    if isinstance(first, Call):
-        return DeltaCall(index=first.index, id=first.id, type="function", function=DeltaFunction(first.name, arguments))
-    return DeltaCall(index=first.index, function=DeltaFunction(arguments=arguments))

@@ -14,7 +14,8 @@ from ...http.errors import OPENAI_ERRORS
 from ...http.openapi import described, events, returned
 from ...state import AppDep
 from .request import ChatRequest
-from .response import ChatCompletion, ChatCompletionChunk, ChatWriter
+from .response import ChatWriter
+from .schema import ChatCompletion, ChatCompletionChunk
 
 router = APIRouter(tags=["generation"])
 

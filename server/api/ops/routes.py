@@ -25,7 +25,7 @@ from ...state import AppDep, AppState, Health
 router = APIRouter(tags=["operation"])
 PUBLIC = [Depends(public)]
 USER = [Depends(user)]
-PROBE_S = 2  # in Retry-After of /ready: asking again costs nothing
+PROBE_S = 2  # in Retry-After of /ready and /health: asking again costs nothing
 
 
 def healthy(good: str, bad: str) -> dict[int | str, dict[str, Any]]:
@@ -40,17 +40,29 @@ async def live(app: AppDep) -> Response:
     return JSONResponse(asdict(app.health()), 200 if app.failed is None else 503)
 
 
+LOADED = healthy("The model is loaded", "The model is loading, the engine has failed, or the server is shutting down")
+
+
+@router.get("/health", dependencies=PUBLIC, responses=LOADED)
+async def loaded(app: AppDep) -> Response:
+    """200 once the model is loaded, also while the server is full or restarts the engine, as vLLM's charts expect."""
+    # They use it as the liveness probe, whose failure kills the process and all requests that would have continued.
+    health = app.health()
+    return _probed(health, app.model is not None and health.state not in ("draining", "failed"))
+
+
 READY = healthy("New work is taken", "New work is refused; state says why")
 
 
 @router.get("/ready", dependencies=PUBLIC, responses=READY)
-@router.get("/health", dependencies=PUBLIC, responses=READY)
 async def ready(app: AppDep) -> Response:
     """200 if new requests are admitted and make progress, otherwise 503; `state` has the reason."""
     health = app.health()
-    if health.state == "ready":
-        return JSONResponse(asdict(health))
-    return JSONResponse(asdict(health), 503, {"Retry-After": str(PROBE_S)})
+    return _probed(health, health.state == "ready")
+
+
+def _probed(health: Health, is_good: bool) -> Response:
+    return JSONResponse(asdict(health)) if is_good else JSONResponse(asdict(health), 503, {"Retry-After": str(PROBE_S)})
 
 
 class Version(Wire):
@@ -145,7 +157,8 @@ async def capabilities(request: Request) -> list[Capability]:
 
     `messages[].tool_calls` is a field of a list's elements, `thinking.budget_tokens` one of an object. If several kinds
     of object have a field of one name, the path has the kind: `messages[role=tool].content`,
-    `thinking{type=adaptive}.display`; `tools[type=custom]` is a kind that is refused. Fields not listed are refused.
+    `thinking{type=adaptive}.display`; `messages[role=function]` is a kind that is refused. Fields not listed are
+    refused.
     """
     state: AppState = request.app.state.pequod
     return [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -12,13 +10,12 @@ from ...generation.output import Json
 from ...http.fields import LABEL, MAX_LABEL, Refused, RefusedKinds, Wire, refused
 from .. import notes
 from ..chat.request import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
+from ..custom_tools import arguments_of
 from ..sampling import Text
 from ..tools import MAX_TOOLS
 from .tools import AnyTool, in_namespace
 
 MAX_ITEMS = MAX_MESSAGES  # of one request, and of a whole conversation
-
-LONGEST_ESCAPE = 12  # of a character in JSON: two of \ud83d
 
 ItemId = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -234,20 +231,6 @@ def of_current_turn(items: list[Json]) -> list[Json]:
     said = [index for index, item in enumerate(items) if item.get("role") == "user"]
     last = said[-1] if said else 0
     return [item for index, item in enumerate(items) if index > last or item["type"] != "reasoning"]
-
-
-def arguments_of(text: str) -> str:
-    """Return the input of a custom tool as the arguments of the function that the model calls."""
-    return json.dumps({"input": text}, ensure_ascii=False)
-
-
-def input_of(arguments: str) -> str:
-    """Return the input of a custom tool in the function's arguments, which may be cut off anywhere."""
-    for end in range(len(arguments), max(-1, len(arguments) - LONGEST_ESCAPE), -1):
-        for rest in ("", '"}'):
-            with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
-                return str(json.loads(arguments[:end] + rest)["input"])
-    return ""
 
 
 def reasoning_text(item: Json) -> str:

@@ -6,23 +6,23 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec.structs import replace
 from pydantic import Field, PrivateAttr, TypeAdapter, field_validator
-from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
 from ...generation.output import Json
 from ...generation.request import Calling, ConversationPrompt, GenerationRequest
-from ...grammar.schemas import MAX_SOURCE, Grammar, of_schema
+from ...grammar.schemas import Grammar, of_schema
 from ...http.fields import LABEL, Refused, Wire, clash, refused
 from ...http.openapi import examples
 from ...tokenization.encoder import RenderOptions
 from .. import notes
 from ..chat.request import Labels, TemplateKwargs
 from ..conversation import Effort, by_effort, calling_of, check_choice, is_thinking, thinking_variables
+from ..custom_tools import check_grammars
 from ..response_format import ANY_OBJECT, JsonObjectFormat, NamedSchema, StructuredOutputs, TextFormat, of_outputs
 from ..sampling import MAX_INT, MAX_LOGPROBS, Count, GenerationFields, Limit, Stop, Text, User, listed, only_with
 from ..tools import MAX_TOOLS
 from .items import AdditionalToolsItem, ItemId, Items, as_turns, of_current_turn
-from .tools import AnyTool, Callable, CustomTool, FlatAllowed, FlatChoice, callables, chosen_names
+from .tools import AnyTool, Callable, FlatAllowed, FlatChoice, callables, chosen_names
 
 TOOLS: TypeAdapter[list[AnyTool]] = TypeAdapter(list[AnyTool])
 LOGPROBS = "message.output_text.logprobs"
@@ -176,15 +176,7 @@ class ResponsesRequest(Labels, GenerationFields):
             raise clash("must not hold two functions of the same name")
         if len(found) > MAX_TOOLS:
             raise clash("must not hold more than 256 functions, those of all groups together")
-        customs = [(each.field, each.tool) for each in found if isinstance(each.tool, CustomTool)]
-        if sum(len(tool.definition) for _, tool in customs) > MAX_SOURCE:
-            raise clash("must not hold grammars of more than 65536 characters, those of all tools together")
-        for field, tool in customs:
-            try:
-                tool.as_tool(tool.name, field)
-            except ValueError as problem:
-                message = "must hold grammars that can be enforced, which {field}.format.definition is not: {problem}"
-                raise PydanticCustomError("clash", message, {"field": field, "problem": str(problem)}) from None
+        check_grammars([(each.grammar_field, each.grammar) for each in found if each.grammar is not None])
         return value
 
     @field_validator("tool_choice")

@@ -17,8 +17,9 @@ from ...generation.request import UNLIMITED
 from ...http import sse
 from ...http.errors import ApiError
 from ...parsers.parts import Arguments, Call, Content, Part, Reasoning
+from ..custom_tools import input_of
 from . import schema
-from .items import ItemStatus, input_of
+from .items import ItemStatus
 from .request import ResponsesRequest
 from .tools import AnyTool, FlatFunction
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 
-from ...generation.output import Json
 from ...generation.request import Tool
-from ...grammar.lark import as_regex
 from ...http.fields import LABEL, OneError, Refused, RefusedKinds, Wire, refused
 from .. import notes
+from ..custom_tools import InputGrammar, as_function
 from ..response_format import TextFormat
 from ..sampling import Text
 from ..tools import MAX_TOOLS, Function, FunctionName, as_tool
@@ -36,28 +34,19 @@ class FlatFunction(Function):
     }
 
 
-class GrammarFormat(Wire):
+class FlatGrammarFormat(InputGrammar):
     """Text that follows a grammar. Every input that is not cut off follows it."""
 
     type: Literal["grammar"]
-    syntax: Literal["lark", "regex"]
-    """lark: rules without recursion, of texts, regular expressions and terminals of `%import common`."""
-    definition: Text
-    """The grammar, also part of the prompt."""
-
-    @cached_property
-    def pattern(self) -> str:
-        """The grammar as a regular expression; raises ValueError, half a sentence."""
-        return f"^(?:{as_regex(self.definition) if self.syntax == 'lark' else self.definition})$"
 
 
-class CustomTool(Wire):
+class FlatCustom(Wire):
     """A tool whose input is a text. The model calls it as a function with the text as `input`."""
 
     type: Literal["custom"]
     name: Annotated[FunctionName, notes.PROMPT_AND_CALL]
     description: Annotated[Text | None, notes.PROMPT] = None
-    format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | FlatGrammarFormat, Field(discriminator="type")] | None = None
     """text, or a grammar that the input follows."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
@@ -67,22 +56,8 @@ class CustomTool(Wire):
     }
 
     @property
-    def definition(self) -> str:
-        return self.format.definition if isinstance(self.format, GrammarFormat) else ""
-
-    def as_tool(self, name: str, field: str) -> Tool:
-        """Return the tool in the form that generation reads; raises ValueError, half a sentence."""
-        if not isinstance(self.format, GrammarFormat):
-            return Tool(name, self.description, of_input({}), strict=True, field=field)
-        description = f"A text that follows this {self.format.syntax} grammar:\n{self.format.definition}"
-        enforced, shown = of_input({"pattern": self.format.pattern}), of_input({"description": description})
-        return Tool(name, self.description, enforced, True, f"{field}.format.definition", shown)
-
-
-def of_input(schema: Json) -> Json:
-    """Return the schema of a custom tool's arguments; `schema` has more keywords of the input's."""
-    properties = {"input": {"type": "string", **schema}}
-    return {"type": "object", "properties": properties, "required": ["input"], "additionalProperties": False}
+    def grammar(self) -> InputGrammar | None:
+        return self.format if isinstance(self.format, FlatGrammarFormat) else None
 
 
 class HostedTool(Wire):
@@ -121,13 +96,13 @@ class NamespaceTool(Wire):
     description: Annotated[Text | None, LABEL] = None
     """Accepted: the functions have descriptions of their own."""
     tools: Annotated[
-        list[Annotated[FlatFunction | CustomTool | HostedTool, Field(discriminator="type")]],
+        list[Annotated[FlatFunction | FlatCustom | HostedTool, Field(discriminator="type")]],
         Field(max_length=MAX_TOOLS, fail_fast=True),
     ]
     """The functions. Tools whose calls have a notation of their own are left out of the prompt."""
 
 
-AnyTool = Annotated[FlatFunction | CustomTool | NamespaceTool | HostedTool, Field(discriminator="type")]
+AnyTool = Annotated[FlatFunction | FlatCustom | NamespaceTool | HostedTool, Field(discriminator="type")]
 
 
 class FlatNamed(Wire):
@@ -164,7 +139,7 @@ def chosen_names(choice: str | FlatNamed | FlatAllowed | None) -> list[str]:
 class Callable(NamedTuple):
     """A tool that the model may call."""
 
-    tool: FlatFunction | CustomTool
+    tool: FlatFunction | FlatCustom
     namespace: str | None
     field: str  # of the request
 
@@ -176,9 +151,20 @@ class Callable(NamedTuple):
     @property
     def as_tool(self) -> Tool:
         """The tool in the form that generation reads."""
-        if isinstance(self.tool, CustomTool):
-            return self.tool.as_tool(self.name, self.field)
+        if isinstance(self.tool, FlatCustom):
+            field = self.field if self.grammar is None else self.grammar_field
+            return as_function(self.name, self.tool.description, self.grammar, field)
         return as_tool(self.tool, self.name, self.field)
+
+    @property
+    def grammar(self) -> InputGrammar | None:
+        """The grammar of a custom tool's input, if it has one."""
+        return self.tool.grammar if isinstance(self.tool, FlatCustom) else None
+
+    @property
+    def grammar_field(self) -> str:
+        """Where the request has the grammar's definition."""
+        return f"{self.field}.format.definition"
 
 
 def callables(tools: Sequence[AnyTool] | None, field: str) -> list[Callable]:

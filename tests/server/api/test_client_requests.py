@@ -158,6 +158,13 @@ def editors() -> Iterator[tuple[str, str, str, Json]]:
     yield "vs_code", "prompt cache", RESPONSES, {"input": "Look.", "stream": True, **options}
     silent = [*ASKED, {"role": "assistant", "content": None, "reasoning_content": "I look."}, USER]
     yield "copilot_cli", "a turn without text", CHAT, {"messages": silent, **TOOLS, **STREAM}
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": PATCH}}
+    patch = {"type": "custom", "custom": {"name": "apply_patch", "description": "Patches.", "format": grammar}}
+    patching = {"tools": [SHELL_TOOL, patch], **STREAM}
+    yield "copilot_cli", "apply_patch", CHAT, {"messages": ASKED, **patching}
+    patched = {"id": "call_1", "type": "custom", "custom": {"name": "apply_patch", "input": "a"}}
+    spoken = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [patched]}, RESULT]
+    yield "copilot_cli", "patched", CHAT, {"messages": spoken, **patching}
 
     examples = [*ASKED, {"role": "assistant", "content": "Ok."}, USER]
     yield "aider", "chat", CHAT, {"messages": examples, "temperature": 0, "stream": True}

@@ -5,7 +5,7 @@ import openai
 import pytest
 
 from server.api.chat.request import ChatRequest
-from server.api.chat.response import ChatCompletion, ChatCompletionChunk
+from server.api.chat.schema import ChatCompletion, ChatCompletionChunk
 from tests.fakes import FakeEngine, listening, model_folder, serving
 from tests.server.wire import (
     CHAT,

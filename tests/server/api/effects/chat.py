@@ -7,7 +7,7 @@ from openai.types.chat import completion_create_params as params
 
 from tests.server.api.effects.endpoint import END, QUESTION
 from tests.server.api.effects.extensions import EXTENSIONS
-from tests.server.api.effects.places import CALL, FUNCTION, at, changed, example, held, needed, written
+from tests.server.api.effects.places import CALL, FUNCTION, LOG, at, changed, example, held, needed, written
 from tests.server.api.effects.sampling import OBJECT, SHARED
 from tests.server.wire import CHAT
 
@@ -156,13 +156,56 @@ def reasoned(e, **more):
     return answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
 
 
+def custom_tool(e):
+    """The input of a call follows the format, and the prompt has the grammar."""
+    for syntax, definition in (("lark", 'start: "Fog" "."~2'), ("regex", "Fog[.]{2}")):
+        log = {**LOG, "format": {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}}
+        tools = [{"type": "custom", "custom": log}]
+        assert f"this {syntax} grammar" in e.shown(messages=QUESTION, tools=tools)
+        if e.path == CHAT:
+            assert logged(e, tools=tools) == "Fog.."
+    free = [{"type": "custom", "custom": {**LOG, "format": {"type": "text"}}}]
+    assert "grammar" not in e.shown(messages=QUESTION, tools=free)
+    for wrong, place in (
+        ({"type": "narwhal"}, "type"),
+        ({"type": "grammar", "grammar": {"syntax": "narwhal", "definition": "a"}}, "grammar.syntax"),
+    ):
+        error = e.post(messages=QUESTION, tools=[{"type": "custom", "custom": {**LOG, "format": wrong}}]).json()
+        assert error["error"]["param"] == f"tools.0.custom.format.{place}"
+
+
+def logged(e, **more):
+    """The input of the one call of a custom tool."""
+    sampled = {"max_tokens": 120, "temperature": 1.0, "seed": 4, "thinking_token_budget": 0}
+    [call] = message(e, **{"tool_choice": "required", "parallel_tool_calls": False, **sampled, **more})["tool_calls"]
+    assert (call["type"], call["custom"]["name"]) == ("custom", "log")
+    return call["custom"]["input"]
+
+
+def named_custom_tool(e):
+    tools = [FOG, {"type": "custom", "custom": LOG}]
+    assert logged(e, tools=tools, tool_choice={"type": "custom", "custom": {"name": "log"}}) == "Fog."
+    wrong = {"type": "custom", "custom": {"name": "sea"}}
+    assert e.post(tools=tools, tool_choice=wrong).json()["error"]["param"] == "tool_choice"
+
+
+def allowed_custom_tool(e):
+    def choice(name):
+        allowed = {"mode": "required", "tools": [{"type": "custom", "custom": {"name": name}}]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+
+    tools = [FOG, {"type": "custom", "custom": LOG}]
+    assert logged(e, tools=tools, tool_choice=choice("log")) == "Fog."
+    assert e.post(tools=tools, tool_choice=choice("sea")).json()["error"]["param"] == "tool_choice"
+
+
 def kind_of_call(e):
     field = "messages[].tool_calls[].type"
     plain, wrong, place = changed(e.path, field, "narwhal")
     assert e.post(**wrong).json()["error"]["param"] == place
     absent, spot = copy.deepcopy(wrong), example(e.path, field)[1]
     del at(absent, spot[:-1])["type"]
-    assert e.shown(**absent) == e.shown(**plain), "there is no other kind"
+    assert e.shown(**absent) == e.shown(**plain), "a call without a type is one of a function"
 
 
 def role(e):
@@ -209,10 +252,15 @@ TALKED = {
             "messages[].reasoning_content",
             "messages[].reasoning",
             "messages[].tool_call_id",
-            "messages[].tool_calls[].id",
+            "messages[].tool_calls[type=function].id",
+            "messages[].tool_calls[type=custom].id",
             "messages[].tool_calls[].function.name",
+            "messages[].tool_calls[].custom.name",
+            "messages[].tool_calls[].custom.input",
             "tools[].function.name",
             "tools[].function.description",
+            "tools[].custom.name",
+            "tools[].custom.description",
         )
     },
     **{
@@ -221,7 +269,10 @@ TALKED = {
             "messages[].tool_calls": [{**CALL, "id": "narwhal"}],
             "messages[].tool_calls[].function": {"name": "narwhal", "arguments": "{}"},
             "messages[].tool_calls[].function.arguments": '{"far": "narwhal"}',
+            "messages[].tool_calls[].custom": {"name": "log", "input": "A narwhal."},
             "tools[].function": {**FUNCTION, "name": "narwhal"},
+            "tools[].custom": {**LOG, "name": "narwhal"},
+            "tools[].custom.format.grammar.definition": 'start: "narwhal"',
             "tools[].function.parameters": {"type": "object", "properties": {"narwhal": {}}},
         }.items()
     },
@@ -235,18 +286,21 @@ TALKED = {
         for field in ("messages[].reasoning_details[].text", "messages[].reasoning_details[].summary")
     },
     "tools[].type": needed("tools[].type"),
+    **{f"tools[].custom.format{name}": custom_tool for name in ("", ".type", ".grammar", ".grammar.syntax")},
     "tools[].function.strict": held("tools[].function.parameters", lambda e: e.path == CHAT),
 }
 CHOSEN = {
     "tool_choice.type": tool_choice,
     "tool_choice.function": named_tool,
     "tool_choice.function.name": named_tool,
+    **dict.fromkeys(("tool_choice.custom", "tool_choice.custom.name"), named_custom_tool),
     "tool_choice.allowed_tools": allowed_tools,
     "tool_choice.allowed_tools.mode": allowed_tools,
     "tool_choice.allowed_tools.tools": allowed_tools,
     "tool_choice.allowed_tools.tools[].type": allowed_tools,
     "tool_choice.allowed_tools.tools[].function": allowed_tools,
     "tool_choice.allowed_tools.tools[].function.name": allowed_tools,
+    **{f"tool_choice.allowed_tools.tools[].custom{name}": allowed_custom_tool for name in ("", ".name")},
 }
 TEMPLATES = {
     "tools": tools,
@@ -285,7 +339,7 @@ LABELS = {
     "ttl": 300,
     "draft_model": "small",
     "messages[].tool_calls[].function.parsed_arguments": {"far": False},
-    "messages[].tool_calls[].index": 3,
+    **{f"messages[].tool_calls[type={kind}].index": 3 for kind in ("function", "custom")},
     "messages[].parsed": {"a": 2},
     "messages[].provider_specific_fields": {"b": 3},
     "messages[].cot_id": "1f",

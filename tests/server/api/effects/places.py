@@ -39,6 +39,7 @@ CALL = {
     "function": {"name": "look", "arguments": '{"far": true}', "parsed_arguments": {"far": True}},
     "index": 0,
 }
+LOGGED = {"id": "call_8", "type": "custom", "custom": {"name": "log", "input": "Fog."}, "index": 1}
 FUNCTION = {"name": "look", "description": "Looks at the sea.", "parameters": SCHEMA, "strict": False}
 TALK = [
     {"role": "system", "content": [chat_part("Be brief.")], "name": "owner"},
@@ -48,12 +49,13 @@ TALK = [
         "content": [chat_part("I look.")],
         "name": "Bob",
         "reasoning_content": "Fog is white.",
-        "tool_calls": [CALL],
+        "tool_calls": [CALL, LOGGED],
         **dict.fromkeys(("refusal", "annotations", "audio", "function_call")),
         "parsed": {"a": 1},
         "cot_id": None, "cot_summary": None, "provider_specific_fields": {"b": 2},
     },
     {"role": "tool", "content": [chat_part("No fog.")], "tool_call_id": "call_7", "name": "look"},
+    {"role": "tool", "content": "Logged.", "tool_call_id": "call_8"},
     {"role": "assistant", "content": "None.", "reasoning": "All is clear."},
     {"role": "assistant", "content": "No ship.", "reasoning_details": [
         {"type": "reasoning.text", "text": "Ships have lights.", "id": "a", "format": "unknown", "index": 0,
@@ -63,8 +65,17 @@ TALK = [
     ]},
     {"role": "user", "content": "And now?"},
 ]  # fmt: skip
-TEMPLATED = {"messages": TALK, "tools": [{"type": "function", "function": FUNCTION}]}
+LOG = {
+    "name": "log",
+    "description": "Writes the log.",
+    "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "Fog."'}},
+}
+TEMPLATED = {
+    "messages": TALK,
+    "tools": [{"type": "function", "function": FUNCTION}, {"type": "custom", "custom": LOG}],
+}
 NAMED = {"type": "function", "function": {"name": "look"}}
+NAMED_CUSTOM = {"type": "custom", "custom": {"name": "log"}}
 
 KEPT = {"status": "completed"}
 ITEMS = [
@@ -182,7 +193,11 @@ FORMAT = {
 }
 TEXT = {"type": "json_schema", "name": "a", "description": "An a.", "schema": {"type": "object"}, "strict": True}
 EXAMPLES = {
-    CHAT: [{**TEMPLATED, "max_tokens": 6}, {**TEMPLATED, "tool_choice": NAMED}, {"response_format": FORMAT}],
+    CHAT: [
+        {**TEMPLATED, "max_tokens": 6},
+        *({**TEMPLATED, "tool_choice": choice} for choice in (NAMED, NAMED_CUSTOM)),
+        {"response_format": FORMAT},
+    ],
     COMPLETIONS: [{"response_format": FORMAT}],
     TOKENIZE: [TEMPLATED],
     TEMPLATE: [TEMPLATED],

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from server.api.responses.items import arguments_of, as_turns, input_of
+from server.api.custom_tools import arguments_of, input_of
+from server.api.responses.items import as_turns
 from server.api.responses.request import ResponsesRequest
 from tests.fakes import FakeEngine, serving
 from tests.server.api.responses.wire import WEATHER, prompts, respond
