@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -231,7 +232,10 @@ class _Session:
             while (piece := self.call(next_piece())) is not None:
                 yield piece
         finally:
-            if not self._loop.is_closed():
+            # The session's thread no longer runs when the program ends, and cannot wait for itself when its garbage
+            # collection closes an iterator. The event loop then closes the pieces.
+            is_own_thread = threading.current_thread() is self._thread
+            if not self._loop.is_closed() and not sys.is_finalizing() and not is_own_thread:
                 self.call(end())
 
     def close(self) -> None:
@@ -275,7 +279,8 @@ class _Session:
                 await asyncio.sleep(BUSY_S)
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[str]:
-        async with self._turns, self._client.stream("POST", path, json={**body, "stream": True}) as response:
+        # It takes no turn: its reader may wait for other requests of this LLM before it reads on.
+        async with self._client.stream("POST", path, json={**body, "stream": True}) as response:
             if not response.is_success:
                 raise APIError(response.status_code, json.loads(await response.aread())["error"])
             events = EventStream(response)

@@ -90,7 +90,7 @@ def hash_key(key: str) -> str:
 
 
 def address_of(scope: Scope) -> str:
-    """The client's IPv4 address or IPv6 /64 network, of which a client has all addresses; "" for a Unix socket."""
+    """The client's IPv4 address or IPv6 /64 network, of which a client has all addresses; "" if unknown."""
     host: str = (scope.get("client") or ("",))[0]
     if ":" not in host:
         return host

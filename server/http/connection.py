@@ -19,6 +19,7 @@ HEAD_S = 30.0
 # For the rest of a request's body after its response: it is read and discarded until it or the connection ends.
 REST_S = 10.0
 REST_BYTES = 64 << 20
+LOCAL = ("127.0.0.1", 0)  # whose X-Forwarded-For is trusted, unless FORWARDED_ALLOW_IPS says otherwise
 
 
 class Connection(HttpToolsProtocol):
@@ -38,6 +39,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.client is None:  # of a Unix socket, which only this machine reaches, such as a proxy on it
+            self.client = LOCAL
         if self.max_connections is not None and len(self.connections) > self.max_connections:
             self.is_parting = True
             message = "The server has as many connections as it can."

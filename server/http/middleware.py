@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..settings import Settings
@@ -47,6 +48,9 @@ class RootPathMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         root: str = scope.get("root_path", "")
+        if scope["type"] == "http" and root and scope["path"] == root * 2:  # as people type it
+            await RedirectResponse(f"{root}/")(scope, receive, send)
+            return
         if scope["type"] == "http" and scope["path"].startswith(f"{root}{root}/"):
             scope["path"] = scope["path"][len(root) :]
             scope["raw_path"] = scope["raw_path"].replace(root.encode(), b"", 1)
@@ -85,10 +89,15 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
 
     def allows(self, host: str | None) -> bool:
-        """Whether requests with this Host are served; None: without a Host."""
+        """Whether requests with this Host are served; None: without a Host.
+
+        DNS rebinding needs a name. Load balancers and probes send the server's address, or no Host at all.
+        """
+        if host is None or is_address(host):
+            return True
         if self.hosts is not None:
             return host in self.hosts
-        return self.allows_any_host or host is None or is_private_name(host)
+        return self.allows_any_host or "." not in host.removesuffix(".")  # no name of the internet is without a dot
 
     def check(self, method: str, headers: Headers) -> None:
         """Raise ApiError for a request that is refused by its head alone."""
@@ -219,12 +228,12 @@ def head_too_large() -> ApiError:
     return ApiError(431, f"The headers have more than {MAX_HEAD} bytes.", code="headers_too_large")
 
 
-def is_private_name(host: str) -> bool:
-    """Whether no foreign page can have this name: an IP address, or a name without the dot of internet names."""
+def is_address(host: str) -> bool:
+    """Whether a bare host is an IP address and not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return "." not in host.removesuffix(".")
+        return False
     return True
 
 

@@ -23,9 +23,8 @@ from ..settings import Settings, with_flags
 from .connection import Connection
 
 ACCEPTS_PER_ITERATION = 16
-KEEP_ALIVE_S = 30
 CLOSE_S = 5  # for connections that stay open after the drain has ended every stream
-MARGIN_S = 10  # beyond --drain-seconds, for streams to end; then they are abandoned
+MARGIN_S = 6  # beyond --drain-seconds, for streams to end: a second more than AppState.drained gives them
 
 log = logging.getLogger("pequod")
 
@@ -75,8 +74,8 @@ class Server(uvicorn.Server):
                 root_path=settings.root_path,
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=CLOSE_S,
+                timeout_keep_alive=settings.timeout_keep_alive,
+                timeout_graceful_shutdown=CLOSE_S + 1,  # then it cancels requests, with a traceback for each
                 limit_concurrency=max_connections,  # for Connection, which limits connections with it
             )
         )
@@ -116,6 +115,22 @@ class Server(uvicorn.Server):
             signal.signal(signal.SIGHUP, self.handle_exit)
         if self.signals:  # received before there was an event loop
             self._drain()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close all connections. Those whose clients do not read their responses are cut off after CLOSE_S."""
+        late = asyncio.get_running_loop().call_later(CLOSE_S, self._cut_off)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
+
+    def _cut_off(self) -> None:
+        connections = [*self.server_state.connections]
+        if connections:
+            fields = {"connections": len(connections)}
+            log.warning("cut off connections whose clients do not read", extra={"fields": fields})
+        for connection in connections:
+            connection.transport.abort()  # wakes the senders, whose requests then end
 
     async def _watch(self, where: tuple[str, int] | Path) -> None:
         """Show the banner when the model is ready; end the server if loading or, later, the engine fails."""

@@ -115,6 +115,8 @@ async def test_behind_a_proxy_paths_begin_with_its_prefix(tmp_path):
             # uvicorn adds the prefix to every path, also to those that have it already.
             assert (await client.get("/llm/llm/live")).status_code == 200
             assert (await client.get("/llm/llm/llm/live")).status_code == 404
+            bare = await client.get("/llm/llm")
+            assert (bare.status_code, bare.headers["location"]) == (307, "/llm/")
 
 
 async def test_head_is_get_without_the_body(tmp_path):

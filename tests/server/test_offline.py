@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +109,45 @@ def test_who_stops_reading_ends_the_request(llm: LLM) -> None:
     assert state.limits.open_choices == 0
 
 
+def test_streams_that_are_open_and_paused_hold_up_no_other_call_of_their_thread(llm: LLM) -> None:
+    options: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
+    streams = [llm.generate("a", stream=True, **options) for _ in range(12)]  # three times as many as run at once
+    firsts = within(30, lambda: [next(stream) for stream in streams])
+    text = within(30, lambda: llm.generate("a", **options).text)
+    assert [first + "".join(rest) for first, rest in zip(firsts, streams, strict=True)] == [text] * 12
+
+
+def test_an_open_stream_may_be_collected_as_garbage_on_the_thread_of_the_llm(llm: LLM) -> None:
+    holder: dict[str, Any] = {"stream": llm.generate("a", stream=True, max_tokens=400, ignore_eos=True)}
+    holder["self"] = holder
+    next(holder["stream"])
+    gc.disable()
+    del holder
+
+    async def collect() -> None:
+        gc.collect()
+
+    try:
+        within(30, lambda: llm._session.call(collect()))
+    finally:
+        gc.enable()
+    assert within(30, lambda: llm.generate("a", max_tokens=1)).completion_tokens == 1
+
+
+def within(seconds: float, work: Callable[[], Any]) -> Any:
+    """Run work in a thread and return its result; a TimeoutError instead of waiting for ever."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(seconds)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -149,6 +191,15 @@ def test_a_program_that_closes_nothing_ends_and_leaves_no_process() -> None:
     assert (count, done.stderr) == ("1", "")
     command = Path(f"/proc/{pid}/cmdline")
     assert not command.exists() or not command.read_bytes(), "the engine runs on"  # a dead process has none
+
+
+@pytest.mark.parametrize("end", ["", "raise ValueError('a bug')"])
+def test_a_program_ends_while_a_stream_is_unfinished(end: str) -> None:
+    lines = ["from pequod import LLM", "llm = LLM()", "stream = llm.generate('a', stream=True)", "next(stream)", end]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    last = done.stderr.splitlines()[-1:]
+    assert (done.returncode, last) == ((1, ["ValueError: a bug"]) if end else (0, []))
 
 
 # The transport

@@ -193,6 +193,31 @@ async def test_health_reports_silence_stalls_and_restarts(tmp_path):
         app.state.pequod.require_ready()  # new work waits with the old for the new engine
 
 
+async def test_health_may_be_a_liveness_probe(tmp_path):
+    async with serving(model_folder(tmp_path / "m"), max_num_queued_reqs=2) as (client, app):
+        state = app.state.pequod
+
+        async def probed() -> tuple[str, int, int]:
+            health, ready = await client.get("/health"), await client.get("/ready")
+            assert health.json()["state"] == ready.json()["state"]
+            return health.json()["state"], health.status_code, ready.status_code
+
+        assert await probed() == ("ready", 200, 200)
+        tickets = [state.limits.admit(Caller(f"{n}", f"{n}"), 1) for n in range(state.limits.max_seqs + 2)]
+        assert await probed() == ("full", 200, 503)
+        for ticket in tickets:
+            ticket.release()
+        for phase, shown in (("restarting", "restarting"), ("starting", "starting"), ("loading", "loading")):
+            state.engine.status.phase = phase
+            assert await probed() == (shown, 200, 503), "of the next engine, for which open requests wait"
+        state.engine.status.phase = "ready"
+        state.begin_drain()
+        assert await probed() == ("draining", 503, 503)
+        state.limits.draining = False
+        state.engine.fail(EngineDied("gone"))
+        assert await probed() == ("failed", 503, 503)
+
+
 # Drain
 
 

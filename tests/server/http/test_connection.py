@@ -8,8 +8,11 @@ import json
 
 import httpx
 import pytest
+import uvicorn
 import uvloop
+from fastapi import Request
 
+from server.http.auth import address_of
 from server.http.connection import Connection
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
 from tests.live import WAIT_S
@@ -112,6 +115,32 @@ def test_blank_lines_are_no_next_request(sockets):
         await send_until_cut(writer, b"\r\n")
 
     sockets(use, {"timeout_keep_alive": 1})
+
+
+@pytest.mark.parametrize(("trusted", "address"), [(None, "192.0.2.7"), ("10.0.0.1", "127.0.0.1")])
+async def test_a_proxy_at_a_unix_socket_says_who_its_clients_are(tmp_path, monkeypatch, trusted, address):
+    if trusted is None:
+        monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
+    else:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
+    path = str(tmp_path / "s")
+    async with serving(model_folder(tmp_path / "m"), uds=path) as (_, app):
+
+        @app.get("/address")
+        async def tell(request: Request) -> str:
+            return address_of(request.scope)
+
+        config = uvicorn.Config(app, uds=path, http=Connection, lifespan="off", log_config=None)
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve())
+        await until(lambda: server.started)
+        transport = httpx.AsyncHTTPTransport(uds=path)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            # The proxy appends the address; the client has sent the first one to have a share of another.
+            response = await client.get("/address", headers={"X-Forwarded-For": "203.0.113.9, 192.0.2.7"})
+        server.should_exit = True
+        await task
+    assert response.json() == address
 
 
 def test_a_request_whose_head_came_in_two_pieces_is_answered_to_its_end(sockets, monkeypatch):

@@ -22,6 +22,12 @@ from tests.fakes import model_folder, serving
         ({}, "localhost.evil.example", 400),
         ({}, "localhost:80@evil.example", 400),
         ({}, "[::1].evil.example", 400),
+        # No stranger's page has an address for a name: health checks and Prometheus send that of the pod.
+        ({}, "10.0.0.7:8000", 200),
+        ({}, "[2001:db8::1]:8000", 200),
+        ({"host": "0.0.0.0", "allowed_hosts": ["api.example"]}, "10.0.0.7:8000", 200),
+        ({"host": "0.0.0.0", "allowed_hosts": ["api.example"]}, "[fd00::7]", 200),
+        ({"host": "0.0.0.0", "allowed_hosts": ["api.example"]}, "10.0.0.7.evil.example", 400),
         ({}, "::1", 400),  # without brackets the last group would be the port
         ({}, "", 400),
         # What is reached from elsewhere without a key answers under names that no stranger's page can have.
@@ -45,6 +51,13 @@ async def test_the_host_header_must_be_one_of_ours(tmp_path, settings, host, sta
         assert answer.status_code == status
         if status == 400:
             assert answer.json()["error"]["code"] == "invalid_host"
+
+
+async def test_a_request_without_a_host_is_accepted(tmp_path):
+    async with serving(model_folder(tmp_path / "m"), allowed_hosts=["api.example"]) as (client, _):
+        request = client.build_request("GET", "/live")  # of HAProxy's health check, for example; no browser's
+        del request.headers["host"]
+        assert (await client.send(request)).status_code == 200
 
 
 @pytest.mark.parametrize(

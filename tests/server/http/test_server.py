@@ -12,6 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from server.cli import banner
+from server.http.server import Server
+from server.settings import Settings
+from tests.fakes import FakeEngine, model_folder, serving
 from tests.live import WAIT_S, held_port
 
 ROOT = Path(__file__).parents[3]
@@ -146,6 +150,13 @@ def slow(child: Child) -> subprocess.Popen[str]:
     )
     child.wait(child.answering)
     return reader
+
+
+async def test_an_idle_connection_is_kept_longer_than_by_a_load_balancer(tmp_path):
+    async with serving(model_folder(tmp_path / "m"), FakeEngine()) as (_, app):
+        for settings, seconds in ((Settings(), 75), (Settings(timeout_keep_alive=620), 620)):
+            server = Server(app, FakeEngine(), settings, 0.0, banner)
+            assert server.config.timeout_keep_alive == seconds
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
