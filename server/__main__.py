@@ -58,8 +58,21 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
     handler(signum, frame)
 
 
+def _leave(signum: int, frame: FrameType | None) -> None:
+    os._exit(128 + signum)  # the engine's process ends when its socket closes
+
+
+def _leave_at_signals() -> None:
+    """End at SIGTERM and SIGHUP, until the server drains instead: process 1 of a container would ignore them."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is signal.SIG_DFL:  # `nohup` ignores SIGHUP
+            signal.signal(signum, _leave)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code: 0 success, 1 failure, 2 usage error, 130 interrupted."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (None if it is closed, as after `1>&-`)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
@@ -73,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if name != "serve" or {"-h", "--help"} & {*rest}:
         return _run(name, rest)
+    _leave_at_signals()
     try:
         child = import_module("engine").Child()  # before our own imports, since both take a second
     except OSError:  # the command tries again and reports the error

@@ -18,6 +18,7 @@ from .settings_values import (
     KeyFile,
     Names,
     NewFile,
+    Quantization,
     ReasoningParser,
     Secret,
     Secrets,
@@ -104,7 +105,7 @@ class Settings(BaseModel):
     load_format: Literal["auto", "dummy"] = _engine(
         "auto", "weights to load: auto (the model's) or dummy (random ones, to measure speed)"
     )
-    quantization: Literal["none", "int8", "int4"] = _engine(
+    quantization: Quantization = _engine(
         "none",
         "round weights while loading: smaller, slightly less accurate; on a GPU faster for one sequence only",
     )
@@ -181,6 +182,13 @@ class Settings(BaseModel):
     host: str = _http("127.0.0.1", "address to listen on", "ADDRESS", min_length=1, max_length=255)
     port: int = _http(8000, "port to listen on; 0 picks a free one", "PORT", ge=0, le=65535)
     uds: SocketPath | None = _http(None, "listen on this Unix socket instead of a port", "PATH")
+    timeout_keep_alive: int = _http(
+        75,
+        "time before an idle connection is closed, which must exceed that of a load balancer in front",
+        "SECONDS",
+        ge=1,
+        le=86400,
+    )
     root_path: Annotated[str, AfterValidator(_root_path)] = _http(
         "", "path prefix under which a reverse proxy publishes the server", "PATH", max_length=1024
     )
@@ -198,7 +206,7 @@ class Settings(BaseModel):
     public_metrics: bool = _http(False, "serve /metrics without a key, whatever keys are set")
     allowed_origins: Names = _http([], "browser origins that CORS allows (default: none)", "ORIGIN")
     allowed_hosts: Names = _http(
-        [], "Host headers to accept, * for any (default: those that DNS rebinding cannot use)", "HOST"
+        [], "host names to accept in Host headers, * for any (default: those that DNS rebinding cannot use)", "HOST"
     )
     webui: bool = _http(True, "serve a chat page at /; without it / redirects to the API page at /docs")
 
@@ -285,14 +293,14 @@ class Settings(BaseModel):
 
     @property
     def hosts(self) -> list[str] | None:
-        """The hosts that a Host header may name, without port; None: see `allows_any_host`."""
+        """The names that a Host header may have besides IP addresses, without port; None: see `allows_any_host`."""
         if "*" in self.allowed_hosts or (not self.allowed_hosts and (self.uds is not None or not self.is_loopback)):
             return None
         return self.allowed_hosts or list(dict.fromkeys([*LOOPBACK, self.host]))
 
     @property
     def allows_any_host(self) -> bool:
-        """Whether any Host is accepted if `hosts` is None; otherwise only IP addresses and names without a dot.
+        """Whether any Host is accepted if `hosts` is None; otherwise only names without a dot, besides IP addresses.
 
         A foreign web page can point its own name to this server (DNS rebinding) and read the responses. An API key
         prevents that, and a Unix socket is out of its reach.

@@ -20,6 +20,8 @@ UNITS |= {suffix: 1024**i for i, unit in enumerate("kmgt", 1) for suffix in (uni
 
 MAX_KEY_FILE = 1 << 20  # bytes
 MAX_WEIGHT = 1000.0
+# vLLM's names of the formats of quantized checkpoints, which are detected here.
+CHECKPOINT_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "compressed-tensors", "modelopt")
 
 
 class SettingsError(Exception):
@@ -30,8 +32,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` is most likely a misspelling of."""
     from difflib import get_close_matches
 
-    plain = {choice.lower().replace("_", "-"): choice for choice in known}
-    close = get_close_matches(name.lower().replace("_", "-"), plain, n=1)
+    # Without the hyphens that all flags begin with, which would make --temp and --help alike.
+    plain = {choice.lower().replace("_", "-").lstrip("-"): choice for choice in known}
+    close = get_close_matches(name.lower().replace("_", "-").lstrip("-"), plain, n=1, cutoff=0.65)
     return plain[close[0]] if close else None
 
 
@@ -144,6 +147,13 @@ def _device(value: str) -> str:
     return value
 
 
+def _quantization(value: Any) -> Any:
+    if value in CHECKPOINT_FORMATS:
+        advice = "leave it out: a quantized checkpoint needs no flag, and plain weights are rounded to int8 or int4"
+        raise ValueError(f"is not needed; {advice}")
+    return value
+
+
 def _generation_config(value: str) -> str:
     if value in ("vllm", "none"):
         return "engine"
@@ -171,6 +181,7 @@ DType = Annotated[
     BeforeValidator(lambda value: {"half": "float16", "float": "float32"}.get(str(value), value)),
 ]
 Device = Annotated[str, AfterValidator(_device)]
+Quantization = Annotated[Literal["none", "int8", "int4"], BeforeValidator(_quantization)]
 
 
 def _one_of(formats: Iterable[str], aliases: Mapping[str, str]) -> AfterValidator:

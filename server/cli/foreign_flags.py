@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-ONE_DEVICE = "a server uses one device"
+ONE_DEVICE = "leave it out: a server uses one device"
 ONE_TEXT = "models read text alone"
 ALWAYS = "leave it out: it is always so"
 RECOMPUTED = "a preempted sequence is computed again, and nothing is offloaded"
 NEVER_LOGGED = "leave it out: prompts and texts are never logged"
+ONE_SERVER = "leave it out: one server generates and embeds"
+OWN_TOKENIZER = "leave it out: the model's own tokenizer is used"
+MODEL_CONFIG = "change the model's config.json instead"
+GRAPHS = "use --enforce-eager to turn CUDA graphs off"
+DETECTED = "leave it out: the format of reasoning is detected, and --reasoning-parser overrides that"
+SAMPLING = "clients send it with requests, and --generation-config names a file with defaults"
+WEIGHT_FILES = "leave it out: how weights are read and kept in memory cannot be set"
 
 FLAGS = {
     # vLLM
@@ -21,6 +28,8 @@ FLAGS = {
     "--enable-expert-parallel": ONE_DEVICE,
     "--distributed-executor-backend": ONE_DEVICE,
     "--enable-chunked-prefill": ALWAYS,
+    "--no-enable-chunked-prefill": "prompts are always computed in chunks; --max-num-batched-tokens limits a step",
+    "--num-scheduler-steps": "leave it out: each step is scheduled by itself",
     "--trust-remote-code": "code from a model folder is never run",
     "--swap-space": RECOMPUTED,
     "--cpu-offload-gb": RECOMPUTED,
@@ -38,12 +47,26 @@ FLAGS = {
     "--disable-log-requests": NEVER_LOGGED,
     "--no-enable-log-requests": NEVER_LOGGED,
     "--disable-log-stats": "leave it out: statistics are at /metrics",
-    "--compilation-config": "use --enforce-eager to turn CUDA graphs off",
+    "--compilation-config": GRAPHS,
+    **dict.fromkeys(("-O", "-O0", "-O1", "-O2", "-O3"), GRAPHS),
+    "--max-seq-len-to-capture": GRAPHS,
     "--download-dir": "set HF_HOME",
     "--hf-token": "set HF_TOKEN",
-    "--task": "leave it out: one server generates and embeds",
-    "--runner": "leave it out: one server generates and embeds",
-    "--convert": "leave it out: one server generates and embeds",
+    "--task": ONE_SERVER,
+    "--runner": ONE_SERVER,
+    "--convert": ONE_SERVER,
+    "--tokenizer": OWN_TOKENIZER,
+    "--tokenizer-mode": OWN_TOKENIZER,
+    "--rope-scaling": MODEL_CONFIG,
+    "--hf-overrides": MODEL_CONFIG,
+    "-q": "use --quantization, which a quantized checkpoint does not need",
+    "--max-logprobs": "leave it out: the limits of requests are fixed",
+    "--default-chat-template-kwargs": "clients send chat_template_kwargs with requests",
+    "--override-generation-config": "use --generation-config, with a file",
+    "--response-role": "leave it out: it is always assistant",
+    "--enable-reasoning": DETECTED,
+    "--allow-credentials": "leave it out: browsers send the API key in a header, without cookies",
+    "--disable-uvicorn-access-log": "leave it out: uvicorn's access log is off",
     # SGLang
     "--model-path": "use --model",
     "--tp": ONE_DEVICE,
@@ -81,6 +104,18 @@ FLAGS = {
     "-cb": ALWAYS,
     "--cont-batching": ALWAYS,
     "--jinja": ALWAYS,
+    "--chat-template-file": "use --chat-template",
+    "--reasoning-format": DETECTED,
+    "--embedding": ONE_SERVER,
+    "--embeddings": ONE_SERVER,
+    "--pooling": "clients send pooling with requests for embeddings",
+    "--metrics": "leave it out: /metrics is always served",
+    "--timeout": "use --request-timeout, the limit of a whole request",
+    "-n": "clients send max_tokens with requests",
+    "--n-predict": "clients send max_tokens with requests",
+    **dict.fromkeys(("--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty"), SAMPLING),
+    "--mlock": WEIGHT_FILES,
+    "--no-mmap": WEIGHT_FILES,
 }
 
 

@@ -48,9 +48,12 @@ async def describe(http: httpx.AsyncClient, model: str | None) -> tuple[str, dic
     try:
         response = await http.get("/v1/models", timeout=CONNECT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
+        if (reason := _distrust(error)) is not None:
+            advice = "SSL_CERT_FILE can name a file with the certificates to trust"
+            raise Failure(f"the certificate of {http.base_url} could not be verified{reason}; {advice}") from None
         raise Failure(f"no server responds at {http.base_url} ({type(error).__name__}); is it running?") from None
     if response.status_code in (401, 403):
-        raise Failure(f"{http.base_url} requires a key; pass it with --api-key")
+        raise Failure(f"{http.base_url} requires a key; pass it with --api-key or --api-key-file")
     cards = _cards(response)
     card = next((card for card in cards if not model or card["id"] == model), {})
     name = model or card.get("id")
@@ -69,6 +72,18 @@ async def describe(http: httpx.AsyncClient, model: str | None) -> tuple[str, dic
         return name, card, {}
     version = parsed(response.content) if response.status_code == 200 else None
     return name, card, version if isinstance(version, dict) else {}
+
+
+def _distrust(error: BaseException | None) -> str | None:
+    """Return why a server's certificate was rejected, with a colon before it; None if the error is another one."""
+    import ssl
+
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            reason = getattr(error, "verify_message", "")  # which only OpenSSL itself sets
+            return f": {reason}" if reason else ""
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _cards(response: httpx.Response) -> list[dict[str, Any]]:

@@ -68,6 +68,7 @@ class Metrics:
         self.last_step: StepStats | None = None
         self.step_log: StepLog | None = None
         self._restarts = 0  # of the engine, before last_step
+        self.begun = 0  # choices of open requests that have sent tokens or ended
         self._least_actual: dict[str, tuple[float, float]] = {}  # by phase: times of steps, older ones count less
         self.own = CollectorRegistry()
         self.vllm = CollectorRegistry()
@@ -222,13 +223,23 @@ class Metrics:
         return self._page
 
     def running_waiting(self) -> tuple[int, int]:
-        """The numbers of open choices that are running in the engine, and of the others.
+        """The numbers of open choices that are running in the engine, and that wait in it or before it.
 
         The engine reports its numbers with its steps. After the last request is aborted there is no further step, so
-        the open choices limit them.
+        the open choices limit them. Choices that are open because their client reads slowly may have ended in the
+        engine: they count as neither.
         """
-        running = min(self.engine.status.running, self.limits.open_choices)
-        return running, self.limits.open_choices - running
+        status, limits = self.engine.status, self.limits
+        running = min(status.running, limits.open_choices)
+        queued = min(status.waiting, limits.open_choices - running)
+        others = limits.open_choices - running - queued
+        if self._restarts != status.restarts:  # a new engine process has not reported yet, and all wait for it
+            return running, queued + others
+        is_new = limits.busy_since > status.last_step
+        if not (status.running or status.waiting or is_new):  # all have ended, as in `AppState._stalled_for`
+            return running, 0
+        # A choice that has sent tokens does not wait for its prompt or grammar.
+        return running, queued + min(others, max(0, limits.open_choices - self.begun))
 
     def _own_families(self) -> Iterator[Metric]:
         status, info = self.engine.status, self.engine.info

@@ -45,6 +45,7 @@ class RequestTracker:
         metrics.delivered.num_tokens += num_tokens
         gaps = num_tokens
         if mine.tokens == 0:
+            self._begun(mine)
             self._prefill_done(choice // self.n)
             mine.first = mine.last = now
             metrics.ttft.observe(now - self.began)
@@ -63,6 +64,7 @@ class RequestTracker:
         if mine.reason is not None:
             return
         mine.reason = reason if reason in FINISH_REASONS else "error"
+        self._begun(mine)
         metrics.success[mine.reason].inc()
         prompt = choice // self.n
         metrics.prompt_lengths.observe(self.prompts[prompt])
@@ -107,6 +109,14 @@ class RequestTracker:
     def close(self) -> None:
         """End open choices as disconnected, for a `finally`: otherwise all have ended before."""
         self.aborted("disconnect")
+        for choice in self.choices:
+            self.metrics.begun -= choice.has_begun
+            choice.has_begun = False
+
+    def _begun(self, choice: _Choice) -> None:
+        if self.generates and not choice.has_begun:  # an embedding request counts as one choice, whatever its inputs
+            choice.has_begun = True
+            self.metrics.begun += 1
 
     def _prefill_done(self, prompt: int) -> None:
         if prompt not in self.prefilled:
@@ -142,4 +152,5 @@ class _Choice:
     last: float = 0.0
     gaps: array[float] = field(default_factory=lambda: array("f"))
     queued: float | None = None
+    has_begun: bool = False
     reason: str | None = None

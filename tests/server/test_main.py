@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -100,6 +101,17 @@ def test_help_lists_every_setting(pequod, command):
         (["serve", "m", "--enable-auto-tool-choice"], "--enable-auto-tool-choice; leave it out: tool calls are always"),
         (["serve", "m", "--tensor_parallel_size=2"], "a server uses one device"),
         (["serve", "m", "-c", "4096"], "unknown flag -c; use --max-model-len"),
+        (["serve", "m", "-hf", "a/b"], "unknown flag -hf; use --model"),
+        (["serve", "m", "-O3"], "unknown flag -O3; use --enforce-eager"),
+        (["serve", "m", "--tensor-parallel-size", "1"], "leave it out: a server uses one device"),
+        (["serve", "m", "--tokenizer", "x"], "leave it out: the model's own tokenizer"),
+        (["serve", "m", "--metrics"], "leave it out: /metrics is always served"),
+        (["serve", "m", "--performance-mode", "x"], "--performance-mode; see `pequod serve --help`"),
+        (["serve", "m", "--mm-encoder-tp-mode=a"], "--mm-encoder-tp-mode; see `pequod serve --help`"),
+        (["bench", "latency", "--helo"], "did you mean --help?"),
+        (["bench", "startup", "--temp", "1"], "clients send it with requests"),
+        (["serve", "m", "--quantization", "compressed-tensors"], "leave it out: a quantized checkpoint needs no flag"),
+        (["serve", "--quantization", "int9"], "must be one of none, int8, int4"),
         (["serve", "--zzzzzz"], "unknown flag --zzzzzz; see `pequod serve --help`"),
         (["complete", "--pormpt", "x"], "did you mean --prompt?"),
         (["doctor", "a", "b"], "unexpected argument 'b'"),
@@ -228,6 +240,31 @@ def test_a_certificate_that_is_none_is_one_sentence(pequod, tmp_path):
     code, _, err = pequod("serve", "--port", "0", "--ssl-certfile", str(tmp_path / "cert.pem"))
     assert code == 2
     assert "cannot be used" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_server_runs_ends_it_also_as_process_1(sig):
+    # Process 1 of a container, like every process that has no handler, is not ended by a signal. Here a signal that
+    # arrives while an import of `serve` is under way shows whether there is a handler.
+    script = (
+        "import os, signal, sys; from server import __main__\n"
+        "def early(name):\n"
+        f"    os.kill(os.getpid(), {int(sig)})\n"
+        "    raise OSError\n"
+        "__main__.import_module = early\n"
+        f"signal.signal({int(sig)}, signal.SIG_DFL)\n"
+        "__main__.main(['serve', '--port', '0'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + sig, "")  # not ended by the signal itself: that would be -sig
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "1>&- 2>&-"])
+def test_output_that_is_closed_is_no_error(closed):
+    command = f"{sys.executable} -m server complete builtin --prompt Hello --max-tokens 2 {closed}"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0
+    assert bool(done.stdout) == (closed == "2>&-")
 
 
 @pytest.mark.parametrize("keys", [None, "canary", "canary,second"])

@@ -52,17 +52,23 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Return the arguments. Settings that were not given are absent; flags may have _ instead of -."""
+        for word in argv:
+            if word.startswith("-h") and word != "-h":  # otherwise argparse reads it as -h with a value
+                raise self._unknown(word)
         arguments, rest = self.parse_known_intermixed_args([self._spelled(word) for word in argv])
         for word in rest:
             if word.startswith("-") and word != "-":
-                name = word.split("=")[0]
-                known = self._option_string_actions
-                remedy = foreign_flags.advice(name.replace("_", "-"), known)
-                remedy = remedy or hint(name, known, f"see `{self.prog} --help`")
-                raise UsageError(f"unknown flag {name[:64]}{remedy}")
+                raise self._unknown(word)
         if rest:
             raise UsageError(f"unexpected argument {rest[0][:64]!r}; see `{self.prog} --help`")
         return arguments
+
+    def _unknown(self, word: str) -> UsageError:
+        name = word.partition("=")[0]
+        known = self._option_string_actions
+        remedy = foreign_flags.advice(name.replace("_", "-"), known)
+        remedy = remedy or hint(name, known, f"see `{self.prog} --help`")
+        return UsageError(f"unknown flag {name[:64]}{remedy}")
 
     def _spelled(self, word: str) -> str:
         name, equals, value = word.partition("=")

@@ -31,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument_group("chat").add_argument("--system", metavar="TEXT", help="system message")
     add_sampling(parser, "maximum tokens of a response (default: what fits the context)")
-    add_settings(parser, "model", "engine", extra=["api_key"])
+    add_settings(parser, "model", "engine", extra=["api_key", "api_key_file"])
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -46,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
     box = parser.add_argument_group("output")
     box.add_argument("--show-stats", action="store_true", help="print a line of figures after the text")
     box.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
-    add_settings(parser, "model", "engine", extra=["api_key"])
+    add_settings(parser, "model", "engine", extra=["api_key", "api_key_file"])
 
 
 def run(arguments: argparse.Namespace) -> int:

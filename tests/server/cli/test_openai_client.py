@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import Any
 
+import httpcore
 import httpx
 import pytest
 
 from server.cli.bench.client import Ask, Target
-from server.cli.commands import Failure
+from server.cli.commands import Failure, Parser, chat, complete, settings_from
 from server.cli.openai_client import describe
 from server.cli.source import Source
 
@@ -94,6 +96,23 @@ async def test_the_version_may_be_missing(response):
 async def test_no_response_for_the_models_is_no_server(error):
     with pytest.raises(Failure, match=rf"no server responds at http://sea \({type(error).__name__}\)"):
         await describe(answering(models=error, version=VERSION), "whale")
+
+
+async def test_a_certificate_that_is_not_trusted_is_reported_with_the_way_to_trust_it():
+    error = httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED]")
+    error.__cause__ = httpcore.ConnectError()
+    error.__cause__.__cause__ = ssl.SSLCertVerificationError()
+    with pytest.raises(Failure, match=r"the certificate of http://sea could not be verified.*SSL_CERT_FILE"):
+        await describe(answering(models=error, version=VERSION), None)
+
+
+@pytest.mark.parametrize("command", [chat, complete])
+def test_the_key_of_a_server_may_come_from_a_file(command, tmp_path):
+    (tmp_path / "keys").write_text("canary\n")
+    parser = Parser()
+    command.add_arguments(parser)
+    loaded = settings_from(parser.parse(["--api-key-file", str(tmp_path / "keys")]))
+    assert loaded.settings.first_key == "canary"
 
 
 LONG = "the prompt is too long. " * 100

@@ -221,6 +221,26 @@ def test_gauges_are_back_at_zero_when_nothing_is_open():
     assert page("vllm:num_requests_running") == page("vllm:num_requests_waiting") == 0
 
 
+def test_what_only_its_slow_reader_keeps_open_neither_runs_nor_waits():
+    bench = Bench()
+    status = bench.engine.status
+    bench.limits.admit(Caller(), 2)
+    assert bench.metrics.running_waiting() == (0, 2), "new work waits for its first step"
+    track = RequestTracker(bench.metrics, "req-1", 2, [5], 16)
+    status.last_step = bench.limits.busy_since + 1
+    assert bench.metrics.running_waiting() == (0, 0), "the last step left nothing in the engine"
+    for choice in range(2):
+        track.delivered(1, choice)
+    bench.limits.admit(Caller(), 3)
+    status.running = 1
+    assert bench.metrics.running_waiting() == (1, 3), "what has sent tokens is not deferred"
+    status.running, status.restarts = 0, 1
+    assert bench.metrics.running_waiting() == (0, 5), "all wait for a new engine process"
+    track.close()
+    track.close()
+    assert bench.metrics.begun == 0
+
+
 def test_the_page_has_the_families_and_buckets_of_the_contract():
     bench = Bench()
     bench.answer()
