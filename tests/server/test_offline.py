@@ -151,7 +151,7 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"model": "/nonexistent"}, ModelError, "no folder"),
+        ({"model": "/nowhere/model"}, ModelError, "no folder"),
         ({"max_model_len": -1}, SettingsError, "at least 1"),
         ({"max_modle_len": 10}, SettingsError, "did you mean max_model_len"),
         ({"port": 8000}, SettingsError, "no option port"),
