@@ -1,4 +1,4 @@
-"""`oneOf` whose alternatives have a property that tells them apart, as pydantic and OpenAPI write unions.
+"""`oneOf` whose alternatives differ in the value of one property, like the unions of pydantic and OpenAPI.
 
 llguidance supports it if the alternatives exclude each other, for which the property must be required. Pydantic leaves
 a tag with a default out of `required`.
