@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .gpu_form import Form
 from .scaled import ByTorch, Narrow
 from .single import ROWS, Row
 
@@ -21,6 +22,7 @@ class Tile(NamedTuple):
     stages: int  # one more than the steps that are loaded ahead
     slices: int = 1  # of a step
     turned: bool = False  # see matmul.multiply
+    folded: bool = False  # as well; of small groups alone
 
 
 # The largest number of rows of x that the kernel multiplies. With more, reading the weight is a small part of the work:
@@ -36,6 +38,9 @@ _FEW = (
     Tile(16, 128, 8, 3, 2),
     Tile(16, 64, 4, 4, turned=True),
     Tile(16, 64, 4, 3, 4, turned=True),
+    Tile(16, 32, 2, 4, 2, folded=True),
+    Tile(16, 64, 4, 3, 4, folded=True),
+    Tile(16, 64, 4, 3, 4, turned=True, folded=True),
 )
 _SOME = (
     Tile(32, 64, 4, 6),
@@ -44,6 +49,9 @@ _SOME = (
     Tile(32, 64, 4, 4, turned=True),
     Tile(32, 64, 4, 3, 2, turned=True),
     Tile(32, 128, 8, 4, turned=True),
+    Tile(32, 64, 4, 3, 4, folded=True),
+    Tile(32, 64, 4, 3, 4, turned=True, folded=True),
+    Tile(32, 128, 8, 3, 2, turned=True, folded=True),
 )
 _MANY = (
     Tile(64, 64, 4, 4),
@@ -53,6 +61,9 @@ _MANY = (
     Tile(64, 64, 4, 3, 2, turned=True),
     Tile(64, 128, 8, 4, turned=True),
     Tile(64, 128, 8, 3, 2, turned=True),
+    Tile(64, 64, 4, 4, turned=True, folded=True),
+    Tile(64, 64, 4, 3, 4, turned=True, folded=True),
+    Tile(64, 128, 8, 3, 2, turned=True, folded=True),
 )
 # The larger a tile of x is, the fewer programs convert the same numbers of the weight.
 _MORE = (
@@ -61,6 +72,8 @@ _MORE = (
     Tile(128, 64, 4, 4, turned=True),
     Tile(128, 128, 8, 4, turned=True),
     Tile(128, 128, 8, 3, 2, turned=True),
+    Tile(128, 64, 4, 4, 2, turned=True, folded=True),
+    Tile(128, 128, 8, 4, 2, turned=True, folded=True),
 )
 AnyTile = Tile | Row | Narrow | ByTorch  # a Row is for a single row of x alone; see scaled.py for the last two
 # By the largest number of rows of x. The first one is used as long as nothing has been measured; of weights in fp8 that
@@ -73,6 +86,17 @@ CANDIDATES: Mapping[int, tuple[AnyTile, ...]] = {
     128: _MORE,
     MOST_ROWS: _MORE,
 }
+
+
+def candidates(rows: int, form: Form) -> tuple[AnyTile, ...]:
+    """Return those of CANDIDATES for a weight of this form.
+
+    A product of a whole slice needs one multiplication by a scale per row of x; folding would save nothing.
+    """
+    may_fold = 0 < form.group < form.slice
+    return tuple(tile for tile in CANDIDATES[rows] if may_fold or not (isinstance(tile, Tile) and tile.folded))
+
+
 # With at least this many rows, dequantizing the weight for each product is measured as well; with more than MOST_ROWS
 # it is what is done.
 TRIED_PLAIN_ROWS = 128

@@ -11,7 +11,7 @@ import torch
 
 from ..attention.paged_gpu import MAX_ERROR
 from . import scaled
-from .gpu_tiles import CANDIDATES, MOST_ROWS, TILES, TRIED_PLAIN_ROWS, AnyTile, Tiles
+from .gpu_tiles import CANDIDATES, MOST_ROWS, TILES, TRIED_PLAIN_ROWS, AnyTile, Tiles, candidates
 from .gpu_weights import GPUProduct, GPUWeight
 from .scaled import GROUP, LOSS, ByTorch, Narrow
 from .skinny import GAIN, MEASURED_BYTES, seconds
@@ -92,8 +92,8 @@ def _fastest(products: Sequence[GPUProduct], rows: int, dtype: torch.dtype) -> A
 
 def _candidates(weight: GPUWeight, rows: int, dtype: torch.dtype) -> list[AnyTile | None]:
     """Return the tiles that are measured. The first one has been tried."""
-    first = CANDIDATES[rows][0]
+    first, *others = candidates(rows, weight.form)
     if rows == 1 or not weight.is_scaled:
-        return [*CANDIDATES[rows]]
+        return [first, *others]
     is_by_torch = weight.is_by_torch and dtype == torch.bfloat16
     return [first, *(each for each in scaled.CANDIDATES[rows] if isinstance(each, Narrow) or is_by_torch)]

@@ -11,7 +11,7 @@ from ..attention.paged_gpu import MAX_ERROR, is_interpreted, lack
 from ..kernels.launching import META, Compiling, Job
 from . import scaled
 from .gpu_form import Form
-from .gpu_tiles import CANDIDATES, MOST_ROWS, TILES
+from .gpu_tiles import CANDIDATES, MOST_ROWS, TILES, candidates
 from .gpu_weights import DTYPES, LOOKED_UP, GPUProduct, GPUWeight, random_weight, relative
 from .scaled import Narrow
 
@@ -60,8 +60,9 @@ def jobs(shapes: Iterable[tuple[Form, int, int]], dtype: torch.dtype, head: int)
     for (form, wide, _), (rows, columns) in kinds.items():
         product = _bare(form, rows, columns, dtype, wide=wide)
         may_scale = not wide and product.parts[0].may_scale and scaled.objection(torch.device("cuda")) is None
-        for tokens, tiles in CANDIDATES.items():
+        for tokens in CANDIDATES:
             if tokens > 1:
+                tiles = candidates(tokens, form)
                 x = torch.empty(tokens, columns, dtype=dtype, device=META)
                 narrow = [each for each in scaled.CANDIDATES[tokens] if isinstance(each, Narrow)]
                 tried = (tiles[0], *narrow) if may_scale else tiles

@@ -270,7 +270,8 @@ def product(form: Form, dtype: torch.dtype, tile: Tile, *, arch: int, fan: int =
     signature |= {"sums_ptr": "*fp32", "arrived_ptr": "*i32"} | ROUTED
     sizes = {"TOKENS": tile.tokens, "ROWS": tile.rows, "STAGES": tile.stages}
     return signature, constants | sizes | {
-        "WIDEN": False, "FAN": fan, "TOGETHER": tile.slices, "TURNED": tile.turned, "DEPENDENT": arch >= 90,
+        "WIDEN": False, "FAN": fan, "TOGETHER": tile.slices, "TURNED": tile.turned, "FOLD": tile.folded,
+        "DEPENDENT": arch >= 90,
     }  # fmt: skip
 
 
@@ -370,12 +371,14 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
     for form in FORMS:
         for dtype in gpu_weights.DTYPES:
             label = f"{NAMES[dtype]} {form.name}"
-            for size in dict.fromkeys(itertools.chain(*gpu_tiles.CANDIDATES.values())):
+            sizes = (gpu_tiles.candidates(rows, form) for rows in gpu_tiles.CANDIDATES)
+            for size in dict.fromkeys(itertools.chain(*sizes)):
                 if isinstance(size, Row):
                     yield from row_products(f"row {label}", form, dtype, size, arch=arch)
                     continue
+                kind = ", turned" * size.turned + ", folded" * size.folded
                 yield (
-                    f"product {label}, {size.tokens} rows by {size.rows}{', turned' * size.turned}",
+                    f"product {label}, {size.tokens} rows by {size.rows}{kind}",
                     matmul.multiply,
                     product(form, dtype, size, arch=arch),
                     size.warps,

@@ -13,7 +13,7 @@ import torch
 from engine.kernels.gpu import scaled as kernels
 from engine.models import measured_tiles, scaled
 from engine.models.gpu_form import Form
-from engine.models.gpu_tiles import MOST_ROWS, TILES
+from engine.models.gpu_tiles import MOST_ROWS, TILES, candidates
 from engine.models.gpu_weights import GPUProduct, random_weight
 from engine.models.scaled import ByTorch, Narrow
 from tests.engine.interpreter import prepare
@@ -100,9 +100,9 @@ def test_without_torchs_product_many_rows_are_multiplied_by_a_dequantized_weight
 
 def test_tiles_of_weights_in_fp8_are_measured_beside_that_of_others():
     weight, _ = random_weight(ROWS, 64, GROUP, torch.Generator().manual_seed(0))
-    assert measured_tiles._candidates(weight, 128, torch.bfloat16) == [*measured_tiles.CANDIDATES[128]]
+    assert measured_tiles._candidates(weight, 128, torch.bfloat16) == [*candidates(128, ROWS)]
     weight.scale(by_torch=True)
     found = measured_tiles._candidates(weight, 128, torch.bfloat16)
     assert found == [TILES[128], *scaled.CANDIDATES[128]] and ByTorch() in found
     assert ByTorch() not in measured_tiles._candidates(weight, 128, torch.float16)
-    assert measured_tiles._candidates(weight, 1, torch.bfloat16) == [*measured_tiles.CANDIDATES[1]]
+    assert measured_tiles._candidates(weight, 1, torch.bfloat16) == [*candidates(1, ROWS)]

@@ -28,7 +28,7 @@ from engine.models import measured_tiles, on_gpu, scaled, weight_trial
 from engine.models.decoder import Decoder
 from engine.models.decoder_layer import Layer
 from engine.models.gpu_form import ROUNDED, Form
-from engine.models.gpu_tiles import CANDIDATES, MOST_ROWS, TILES, Tile
+from engine.models.gpu_tiles import CANDIDATES, MOST_ROWS, TILES, Tile, candidates
 from engine.models.gpu_weights import GPUProduct, GPUWeight, random_weight, relative
 from engine.models.on_gpu import OnGPU
 from engine.models.rounding import TOPS, rounded
@@ -101,11 +101,24 @@ def test_any_number_of_rows_is_multiplied(form, tokens):
 )
 def test_every_tile_computes_the_product(tile):
     """Of weights whose slices do not fill the last step, and whose sums are in several parts."""
-    for form in (ROUNDED[4], Form(8, 128, has_zeros=True)):
+    for form in (ROUNDED[4], Form(8, 128, has_zeros=True), Form(4, 128)):
         product, plain = product_of(form, 70, 2 * 1024 + 128)
         assert product.parts[0]._parts > 1
         x = torch.randn(3, plain.shape[1])
         assert relative(product.multiply_in(tile, inside(x)), x.double() @ plain.double().T) < 1e-6
+
+
+@pytest.mark.parametrize("form", [ROUNDED[4], Form(4, 32, has_zeros=True)], ids=lambda form: form.name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_folded_tile_multiplies_the_numbers_that_dequantizing_gives(form, dtype):
+    product, _ = product_of(form, 70, 1024 + 128, dtype=dtype)
+    x = torch.randn(3, product.parts[0].columns, dtype=dtype)
+    want = x.double() @ product.lookup(torch.arange(70)).double().T
+    folded = [tile for tile in candidates(64, form) if isinstance(tile, Tile) and tile.folded]
+    assert folded
+    for tile in folded:
+        assert relative(product.multiply_in(tile, x), want) < torch.finfo(dtype).eps
+    assert not any(isinstance(tile, Tile) and tile.folded for tile in candidates(64, Form(4, 128)))
 
 
 def test_the_fastest_tile_that_is_right_is_used_for_all_weights_of_a_shape(monkeypatch):
