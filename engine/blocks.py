@@ -58,8 +58,8 @@ class BlockPool:
         """Return the block with this content, held or cached, or None."""
         return self._block_of.get(block_hash)
 
-    def is_held(self, block: int) -> bool:
-        return self._refs[block] > 0
+    def references(self, block: int) -> int:
+        return self._refs[block]
 
     def share(self, block: int) -> None:
         """Add a reference to a block that `find` has returned."""

@@ -7,7 +7,8 @@ and `_yields_to` preempts nothing under `static`. `rank` in waiting.py sorts tho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 from .sequence import Sequence
 
@@ -22,3 +23,17 @@ def order(policy: str, served: Callable[[Sequence], float]) -> Callable[[Sequenc
     if policy == "prefill-first":
         return lambda seq: (not seq.is_prompt, served(seq), seq.arrival)
     return lambda seq: (seq.is_prompt, served(seq), seq.arrival)
+
+
+def crowd(
+    running: Iterable[Sequence], key: Callable[[Sequence], tuple], may_yield: Callable[[Sequence], bool]
+) -> list[Sequence]:
+    """Return what flows run besides one sequence each, as far as it may yield, in the order of preemption."""
+    last_first = sorted(running, key=key, reverse=True)
+    left = Counter(seq.flow for seq in last_first)
+    found = []
+    for seq in last_first:
+        if left[seq.flow] > 1 and may_yield(seq):
+            left[seq.flow] -= 1
+            found.append(seq)
+    return found

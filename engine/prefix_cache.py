@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Ids
 
 from .blocks import BlockPool
@@ -177,13 +178,19 @@ class PrefixCache:
 
         hits: its cached prefix, some of which may have to be taken from the blocks that are available.
         """
-        idle_hits = sum(block >= 0 and not self.pool.is_held(block) for block in hits)
+        idle_hits = sum(block >= 0 and not self.pool.references(block) for block in hits)
         num_hits = len(hits) // self._num_groups
         needed = seq.blocks_for(len(seq.tokens)) - num_hits
         if self._has_groups:
             num_freed = [first for _, first in self._firsts(num_hits * seq.block_size, seq.block_size)]
             needed = self._lacking(num_hits, needed, num_freed, seq.block_size)
         return self.pool.num_available >= needed + idle_hits + reserved
+
+    def freed(self, seqs: Collection[Sequence], hits: list[int]) -> int:
+        """Return the number of blocks that these sequences alone hold, without `hits`, which `fits` counts."""
+        held = Counter(block for seq in seqs for block in self._held(seq))
+        kept = set(hits)
+        return sum(block not in kept and count == self.pool.references(block) for block, count in held.items())
 
     def publish(self, seq: Sequence) -> None:
         """Let other sequences find the blocks that are full, and free those before the windows of later tokens.

@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from functools import partial
 
 from .batch import Batch, Embedded, Row, RowError, Sampled, StepResult
 from .blocks import BlockPool
 from .cache_groups import CacheGroups
 from .config import EngineConfig
 from .counters import Counters, StepReporter
-from .policy import order
+from .policy import crowd, order
 from .prefix_cache import PrefixCache
 from .refusal import refusal
 from .sequence import SCORED_TOKENS, Sequence, Status
@@ -92,7 +92,7 @@ class Scheduler:
             self.counters.forced_tokens += len(forced)
         self._arrivals += 1
         self.by_id[seq.id] = seq
-        self.service.enter(seq.flow)
+        self.service.enter(seq.flow, self.waiting.flows)
         self.waiting.add(seq)
         return None
 
@@ -133,7 +133,7 @@ class Scheduler:
         # Also those that compute the last token of a prompt. Most steps have none, so only few properties are read.
         prompts = [seq for seq in self.running if seq.start < seq.prompt_len or len(seq.tokens) - seq.start > 1]
         num_prompts = sum([seq.is_prompt for seq in prompts])
-        share = self._share(len(self.waiting) + num_prompts)
+        share = self.limits.share(len(self.waiting) + num_prompts, self.config.long_prefill_tokens)
         # Without prompts and with one flow, only priorities change the order of arrival.
         is_in_order = not num_prompts and self.service.num_flows == 1 and self.config.policy != "priority"
         queue = self.running if is_in_order else sorted(self.running, key=self._order)
@@ -147,51 +147,41 @@ class Scheduler:
         has_prompts = bool(prompts) or budget != left
         return None if all(seq.is_guess for seq in chosen) else self._batch(chosen, has_prompts)
 
-    def _share(self, num_prompts: int) -> int:
-        """Return the most tokens that one sequence may take of this step: a part if several prompts want them."""
-        if num_prompts <= 1:
-            return self.limits.budget
-        return self.config.long_prefill_tokens or max(1, self.limits.budget // 2)
-
     def _make_way(self) -> bool:
         """Preempt sequences of flows that run several if another flow runs none and cannot start one.
 
         No flow then waits for the end of another's long outputs. A preempted sequence loses little: its full blocks
         stay in the prefix cache until they are needed. Returns False if the next one to preempt is in flight.
         """
-        starved = self._starved()
-        while starved is not None and not self._can_start(starved):
-            counts = Counter(seq.flow for seq in self.running)
-            crowd = [seq for seq in self.running if counts[seq.flow] > 1 and self._yields_to(seq, starved)]
-            if not crowd:
-                break
-            victim = max(crowd, key=self._order)
+        starved = self.waiting.starved(self.running)
+        if starved is None or self._can_start(starved):
+            return True
+        victims = crowd(self.running, self._order, partial(self._yields_to, other=starved))
+        if not self._can_start(starved, without=set(victims)):
+            return True  # in vain
+        for victim in victims:
             if victim.num_inflight:
                 return False
             self._preempt(victim)
             victim.gave_way = True
+            if self._can_start(starved):
+                break
         return True
-
-    def _starved(self) -> Sequence | None:
-        """Return the first waiting sequence of a flow that runs nothing, if other flows do."""
-        if not self.waiting or self.service.num_flows < 2:
-            return None
-        return self.waiting.starved({seq.flow for seq in self.running})
 
     def _yields_to(self, seq: Sequence, other: Sequence) -> bool:
         is_urgent = self.waiting.priority(seq) < self.waiting.priority(other)
         return self.config.policy != "static" and not is_urgent
 
-    def _can_start(self, seq: Sequence) -> bool:
-        """Return whether the limits and the blocks allow a waiting sequence to start now."""
-        if len(self.running) >= self.limits.max_seqs:
+    def _can_start(self, seq: Sequence, without: Set[Sequence] = frozenset()) -> bool:
+        """Return whether the limits and the blocks allow a waiting sequence to start now, or if those did not run."""
+        if len(self.running) - len(without) >= self.limits.max_seqs:
             return False
         hits = self.cache.match(seq)
-        return hits is None or self._fits(seq, hits, self._promised())
+        return hits is None or self._fits(seq, hits, self._promised(without) - self.cache.freed(without, hits))
 
-    def _promised(self) -> int:
+    def _promised(self, without: Set[Sequence] = frozenset()) -> int:
         """Return the number of blocks that running sequences still need for the tokens that they have."""
-        return sum(self.cache.lacking(seq, seq.start + seq.remaining) for seq in self.running)
+        return sum(self.cache.lacking(seq, seq.start + seq.remaining) for seq in self.running if seq not in without)
 
     def _fits(self, seq: Sequence, hits: list[int], promised: int) -> bool:
         """Return whether all tokens of a waiting sequence, whose cached prefix is `hits`, can have blocks."""
@@ -201,8 +191,8 @@ class Scheduler:
     def _serve_running(self, chosen: dict[Sequence, int], share: int, queue: list[Sequence]) -> int | None:
         """Choose tokens of running sequences, in order; returns the budget that is left, None as `_grow`."""
         budget = self.limits.budget
-        starved = self._starved()  # prompts leave it a part of the step
-        reserve = 0 if starved is None else min(starved.most, budget // 2)
+        starved = self.waiting.starved(self.running)  # prompts leave it a part of the step
+        reserve = 0 if starved is None or not self._can_start(starved) else min(starved.most, budget // 2)
         # Every running sequence gets a token in every step, except under the policy that puts prompts first.
         keeps = 0 if self.config.policy == "prefill-first" else 1
         others = keeps * len(queue)
@@ -273,16 +263,23 @@ class Scheduler:
         if self.config.policy == "static" and not self._cohort:
             self._cohort = {seq.id for seq in list(self.waiting)[: self.limits.max_seqs]}
         promised = self._promised()
-        for seq in self.waiting.in_turn({seq.flow for seq in self.running}):
+        running = {seq.flow for seq in self.running}
+        is_held_up = False
+        for seq in self.waiting.in_turn(running):
             if budget <= 0 or len(self.running) >= self.limits.max_seqs:
                 break
+            if is_held_up and seq.flow not in running:  # others make way as soon as that helps, see `_make_way`
+                continue
             if self._cohort and seq.id not in self._cohort:  # of another flow: members of the cohort may follow
                 continue
             hits = self.cache.match(seq)
             if hits is None:  # a running sequence is filling the block that this one needs next
                 continue
             if not self._fits(seq, hits, promised):
-                break
+                if seq.flow in running or self.config.policy == "static":
+                    break
+                is_held_up = True
+                continue
             count = self._score(seq, min(seq.most - self.cache.num_tokens(seq, hits), budget, share))
             self._start(seq, hits)
             grown = self._grow(seq, count, chosen)
@@ -304,6 +301,7 @@ class Scheduler:
             seq.has_started = True
             seq.scheduled = self.clock()
             seq.cached_tokens = min(seq.num_computed, seq.prompt_len)
+            self.service.start(seq.flow)
             self.service.charge(seq.flow, seq.remaining, seq.request.weight)
             if self.config.prefix_caching:
                 self.counters.prefix_queries += len(seq.tokens)

@@ -18,6 +18,12 @@ class StepLimits:
         self._good_steps = 0  # since the last failure, or since the limits were last raised
         self._patience = GOOD_STEPS // 2  # number of them after which the limits are raised
 
+    def share(self, num_prompts: int, long_prefill: int | None) -> int:
+        """Return the most tokens that one sequence may take of a step: a part if several prompts want them."""
+        if num_prompts <= 1:
+            return self.budget
+        return long_prefill or max(1, self.budget // 2)
+
     def shrink(self, num_rows: int) -> None:
         """Record that a step of `num_rows` rows ran out of memory."""
         self._patience = min(MOST_GOOD_STEPS, self._patience * 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 from .sequence import Sequence
@@ -35,6 +35,11 @@ class WaitingQueue:
     def rank(self, seq: Sequence) -> tuple[int, int]:
         """Return the key by which the sequences of a flow are sorted."""
         return self.priority(seq), seq.arrival
+
+    @property
+    def flows(self) -> Collection[str]:
+        """The flows that have waiting sequences."""
+        return self._queues.keys()
 
     def add(self, seq: Sequence) -> None:
         insort(self._queues.setdefault(seq.request.flow, []), seq, key=self.rank)
@@ -71,11 +76,12 @@ class WaitingQueue:
                 heads[flow] = following
                 heappush(claims, self._claim(following, running))
 
-    def starved(self, running: set[str]) -> Sequence | None:
-        """Return the next sequence of a flow that runs nothing, if other flows do."""
-        if not running:
+    def starved(self, running: Iterable[Sequence]) -> Sequence | None:
+        """Return the next sequence of a flow that is not among those of `running`, if there are others."""
+        if not self._queues or self._service.num_flows < 2:
             return None
-        claims = (self._claim(queue[0], running) for flow, queue in self._queues.items() if flow not in running)
+        flows = {seq.flow for seq in running}
+        claims = (self._claim(queue[0], flows) for flow, queue in self._queues.items() if flows and flow not in flows)
         first = min(claims, default=None)
         return None if first is None else self._queues[first[-1]][0]
 

@@ -1,6 +1,7 @@
 """Fair service: the waiting flow that has been served the fewest tokens is next."""
 
 import random
+from itertools import islice
 
 import pytest
 
@@ -78,6 +79,20 @@ def test_flow_gains_no_credit_while_idle():
     for name in "bcde":
         driver.add(name, 4, 1, flow="pauses")
     assert started(driver) == ["D", "b", "E", "c", "F", "d", "e"]
+
+
+def test_a_flow_gains_no_credit_while_it_runs_all_that_it_wants():
+    """A new request of `light` comes before its last one has ended, so it is never idle, and always has few."""
+    driver = Driver(max_seqs=4, num_blocks=400, max_len=400)
+    for i in range(60):
+        driver.add(f"light {i}", range(4), 8, flow="light")
+        for _ in range(5):
+            while sum(seq.flow == "busy" for seq in driver.scheduler.by_id.values()) < 8:
+                driver.add(f"busy {len(driver.names)}", range(4), 20, flow="busy")
+            driver.step()
+    driver.add("newcomer", range(4), 1, flow="new")
+    counters = [driver.scheduler.service.of(flow) for flow in ("busy", "light", "new")]
+    assert max(counters) - min(counters) <= 4 * (4 + 2 * 20), "what runs at once"
 
 
 def test_short_pause_keeps_a_debt():
@@ -193,6 +208,36 @@ def test_a_flow_that_holds_all_blocks_makes_way_for_another():
     while driver.step():
         pass
     assert driver.ends() == dict.fromkeys("xabc", "length")
+
+
+def test_nothing_makes_way_in_vain_and_others_go_on_until_it_helps():
+    """x cannot start before L ends, whatever else gives way."""
+    driver = Driver(num_blocks=24, max_len=64, max_seqs=8).add("L", 40, 12, flow="long")
+    driver.step()
+    shorts = iter("abcdefghijklmnopqrstuvw")
+    for name in islice(shorts, 4):
+        driver.add(name, 4, 4, flow="short")
+    driver.step()
+    driver.add("x", 56, 1, flow="large")
+    while "L" not in driver.ends():
+        driver.add(next(shorts), 4, 4, flow="short")
+        assert set(driver.step()) - {"L"}, "the blocks that are too few for x are used"
+    assert driver.scheduler.counters.preempted == 0
+    assert driver.step()["x"] == 56
+    while driver.step():
+        pass
+    assert set(driver.ends().values()) == {"length"} and len(driver.ends()) == len(driver.names)
+
+
+def test_a_flow_that_runs_nothing_does_not_pass_one_that_is_held_up():
+    """Otherwise flows of one short request each could keep x from starting for ever."""
+    driver = Driver(num_blocks=24, max_len=96, max_seqs=8)
+    driver.add("a", 40, 6, flow="1").add("b", 4, 3, flow="2")
+    driver.step()
+    driver.add("x", 60, 1, flow="large").add("c", 4, 1, flow="3")
+    assert set(driver.step()) == {"a", "b"}
+    order = started(driver)
+    assert order.index("x") < order.index("c")
 
 
 def test_one_running_request_of_each_flow_is_never_pushed_out():
