@@ -28,6 +28,9 @@ STALL_S = 60.0
 # The minimum while it loads, when imports and the first read of large files delay heartbeats.
 LOADING_STALL_S = 15.0
 WATCH_S = 0.25
+# A look that comes so much later than planned: this process did not run, and most likely the engine did not, either, as
+# in a container that was paused.
+PAUSE_S = 1.0
 END_S = 1.0  # between the closing of a process's socket and its exit
 # Until a killed process has exited and freed its memory. A process that the kernel cannot end must not block restarts.
 KILLED_S = 30.0
@@ -82,6 +85,7 @@ class ProcessEngine(Client):
         self._early, self._child = child, child
         self._channel: channel.Channel | None = None
         self._suspects = Suspects()
+        self._paused_s = 0.0  # since the last step: time in which this process did not run
         self._down_since: float | None = None  # while a process that was ready is being replaced
 
     @property
@@ -131,7 +135,7 @@ class ProcessEngine(Client):
         child, self._early = self._early or Child(), None
         self._child = child
         self._channel = channel.Channel(channel.Upward)
-        self.status.heartbeat, self.status.stalled_s = time.monotonic(), 0.0
+        self.status.heartbeat, self.status.stalled_s, self._paused_s = time.monotonic(), 0.0, 0.0
         watch = asyncio.create_task(self._watch(child), name="watch")
         try:
             await self._channel.open(child.ours)
@@ -161,9 +165,14 @@ class ProcessEngine(Client):
     async def _watch(self, child: Child) -> None:
         """Kill the child if it hangs. It is then replaced like one that has died."""
         while True:
+            due = time.monotonic() + WATCH_S
             await asyncio.sleep(WATCH_S)
+            late_s = time.monotonic() - due
+            if late_s > PAUSE_S:
+                self.status.heartbeat += late_s
+                self._paused_s += late_s
             silent_s = time.monotonic() - self.status.heartbeat
-            stalled_s = self.status.stalled_s + silent_s if self.status.stalled_s else 0.0
+            stalled_s = self.status.stalled_s + silent_s - self._paused_s if self.status.stalled_s else 0.0
             is_ready = self.status.phase == "ready"
             if silent_s > (self._silence_limit() if is_ready else max(self.stall_s, LOADING_STALL_S)):
                 log.error("the engine has given no sign of life for %.0f s and is replaced", silent_s)
@@ -191,7 +200,7 @@ class ProcessEngine(Client):
         self.status.heartbeat = time.monotonic()
         match message:
             case channel.Tokens():
-                self.status.stalled_s = 0.0
+                self.status.stalled_s = self._paused_s = 0.0
                 self._receive(channel.unpack(message), message.stats)
             case channel.Started():
                 for request_id in message.ids:

@@ -197,6 +197,39 @@ async def test_an_engine_without_work_is_no_hanging_one_however_old_its_last_ste
     assert kills
 
 
+async def test_time_in_which_the_server_itself_did_not_run_does_not_count(monkeypatch):
+    """A container that was paused for longer than the limit goes on with the engine that it has."""
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.001)
+    engine, kills, now, looks = ProcessEngine(CONFIG, stall_s=60.0), [], 1000.0, 0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.01
+        return now
+
+    def limit() -> float:
+        nonlocal looks
+        looks += 1
+        return 60.0
+
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(engine, "_silence_limit", limit)
+    engine.status.phase, engine.status.heartbeat = "ready", now
+    watch = asyncio.create_task(engine._watch(SimpleNamespace(process=SimpleNamespace(kill=lambda: kills.append(now)))))
+    for pause in (0, 100, 100):
+        seen, now = looks, now + pause
+        while looks < seen + 3:
+            await asyncio.sleep(0.001)
+    engine.status.stalled_s = 230.0  # of which it was paused for 200
+    seen = looks
+    while looks < seen + 3:
+        await asyncio.sleep(0.001)
+    assert not kills and not watch.done()
+    engine.status.stalled_s = 265.0
+    await watch
+    assert kills
+
+
 def test_a_slow_machine_has_more_time_for_a_step_than_the_limit():
     engine = ProcessEngine(CONFIG, stall_s=60.0)
     assert engine._step_limit() == 60.0
