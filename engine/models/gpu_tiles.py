@@ -25,6 +25,7 @@ class Tile(NamedTuple):
     folded: bool = False  # as well; of small groups alone
 
 
+MOST_SLICES = 4  # of a step
 # The largest number of rows of x that the kernel multiplies. With more, reading the weight is a small part of the work:
 # it is dequantized, unless it is in fp8, and torch multiplies.
 MOST_ROWS = 256

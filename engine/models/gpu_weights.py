@@ -256,7 +256,8 @@ class GPUWeight:
             x, *self.tensors, bias, out, sums, self._arrived, pairs, owners, places,
             tokens, self.rows, self.columns, self._slices, x.stride(0), out.stride(0),
             **self._constants(), TOKENS=tile.tokens, ROWS=tile.rows, STAGES=tile.stages, WIDEN=is_interpreted(),
-            FAN=fan, TOGETHER=tile.slices, TURNED=tile.turned, FOLD=tile.folded, num_warps=tile.warps,
+            FAN=fan, TOGETHER=tile.slices, TURNED=tile.turned, FOLD=tile.folded,
+            EVEN=not (self.columns % self.form.slice or self._slices % tile.slices), num_warps=tile.warps,
             **dependence(x.device),
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 
@@ -11,7 +12,7 @@ from ..attention.paged_gpu import MAX_ERROR, is_interpreted, lack
 from ..kernels.launching import META, Compiling, Job
 from . import scaled
 from .gpu_form import Form
-from .gpu_tiles import CANDIDATES, MOST_ROWS, TILES, candidates
+from .gpu_tiles import CANDIDATES, MOST_ROWS, MOST_SLICES, TILES, candidates
 from .gpu_weights import DTYPES, LOOKED_UP, GPUProduct, GPUWeight, random_weight, relative
 from .scaled import Narrow
 
@@ -51,13 +52,14 @@ def jobs(shapes: Iterable[tuple[Form, int, int]], dtype: torch.dtype, head: int)
     kinds, single = {}, {}  # a kernel for a single row is compiled for the number of columns
     for form, rows, columns in shapes:
         sizes = rows, columns, form.slices(columns)  # Triton compiles 1, multiples of 16 and others apart
-        kind = form, rows == head, tuple((size == 1, size % 16 == 0) for size in sizes)
+        even = 0 if columns % form.slice else math.gcd(form.slices(columns), MOST_SLICES)
+        kind = form, rows == head, even, tuple((size == 1, size % 16 == 0) for size in sizes)
         kinds[kind] = single[kind, columns] = rows, columns
-    for ((form, wide, _), _), (rows, columns) in single.items():
+    for ((form, wide, *_), _), (rows, columns) in single.items():
         product, x = _bare(form, rows, columns, dtype, wide=wide), torch.empty(1, columns, dtype=dtype, device=META)
         if product.parts[0].row(x) is not None:
             yield from (partial(product.multiply_in, tile, x) for tile in CANDIDATES[1])
-    for (form, wide, _), (rows, columns) in kinds.items():
+    for (form, wide, *_), (rows, columns) in kinds.items():
         product = _bare(form, rows, columns, dtype, wide=wide)
         may_scale = not wide and product.parts[0].may_scale and scaled.objection(torch.device("cuda")) is None
         for tokens in CANDIDATES:

@@ -263,14 +263,14 @@ def weight(form: Form, dtype: torch.dtype) -> Arguments:
     return signature, constants
 
 
-def product(form: Form, dtype: torch.dtype, tile: Tile, *, arch: int, fan: int = 0) -> Arguments:
+def product(form: Form, dtype: torch.dtype, tile: Tile, *, arch: int, fan: int = 0, even: bool = True) -> Arguments:
     """Return the types of the arguments and the constants of a launch, as GPUWeight makes it."""
     signature, constants = weight(form, dtype)
     signature |= {"x_ptr": "*" + NAMES[dtype], "bias_ptr": "*" + NAMES[dtype]}
     signature |= {"sums_ptr": "*fp32", "arrived_ptr": "*i32"} | ROUTED
     sizes = {"TOKENS": tile.tokens, "ROWS": tile.rows, "STAGES": tile.stages}
     return signature, constants | sizes | {
-        "WIDEN": False, "FAN": fan, "TOGETHER": tile.slices, "TURNED": tile.turned, "FOLD": tile.folded,
+        "WIDEN": False, "FAN": fan, "TOGETHER": tile.slices, "TURNED": tile.turned, "FOLD": tile.folded, "EVEN": even,
         "DEPENDENT": arch >= 90,
     }  # fmt: skip
 
@@ -383,6 +383,8 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
                     product(form, dtype, size, arch=arch),
                     size.warps,
                 )
+            odd = gpu_tiles.UNIFORM_TILE
+            yield f"odd product {label}", matmul.multiply, product(form, dtype, odd, arch=arch, even=False), odd.warps
             for look_up in (False, True):
                 arguments = dequantized(form, dtype, look_up=look_up)
                 warps_of = 1 if look_up else DEQUANTIZED_WARPS

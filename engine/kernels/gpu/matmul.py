@@ -70,7 +70,7 @@ def multiply(
     tokens, rows, columns, slices, x_token, out_token,
     BITS: tl.constexpr, FLOAT: tl.constexpr, ZEROS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, FAN: tl.constexpr,
-    TOGETHER: tl.constexpr, TURNED: tl.constexpr, FOLD: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOGETHER: tl.constexpr, TURNED: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write x @ weight.T + bias to out [tokens, rows], rounded once; a program computes a tile, or a part of its sum.
 
@@ -95,6 +95,9 @@ def multiply(
     m = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     k = tl.arange(0, STEP)
     is_row, is_token = n < rows, m < tokens
+    # EVEN: no step goes past the last column, so that loads need no masks. Rows and tokens that there are not are
+    # computed as the last ones, and not stored.
+    row, source = tl.minimum(n, rows - 1), tl.minimum(m, tokens - 1)
     # A part takes TOGETHER slices at a time.
     share = tl.cdiv(tl.cdiv(slices, parts), TOGETHER) * TOGETHER
     if DEPENDENT:
@@ -108,13 +111,12 @@ def multiply(
             prefetch(numbers_ptr + ahead[:, None] * rows * STEP + tl.minimum(byte, rows * STEP - 1)[None, :])
         gdc_wait()
         gdc_launch_dependents()
-    source = m
     if FAN:
         owner = tl.load(owners_ptr + tl.program_id(2))
         if owner < 0:
             return
         m = tl.load(pairs_ptr + m)
-        is_token, source = m >= 0, m // FAN
+        is_token, source = m >= 0, tl.maximum(m, 0) // FAN
         places_at = places_ptr + 4 * owner
         numbers_ptr += 16 * tl.load(places_at)
         scales_ptr += 16 * tl.load(places_at + 1)
@@ -124,26 +126,32 @@ def multiply(
     IN: tl.constexpr = 1 if TURNED else 0
     OUT: tl.constexpr = 1 - IN
     n_at, is_row_at = tl.expand_dims(n, IN), tl.expand_dims(is_row, IN)
+    row_at = tl.expand_dims(row, IN)
     m_at, is_token_at = tl.expand_dims(m, OUT).to(tl.int64), tl.expand_dims(is_token, OUT)
     x_at = x_ptr + tl.expand_dims(source, OUT).to(tl.int64) * x_token + tl.expand_dims(k, IN)
     if FLOAT:
-        line_at = numbers_ptr + n_at.to(tl.int64) * (slices * SLICE)
+        line_at = numbers_ptr + row_at.to(tl.int64) * (slices * SLICE)
         stored_at = line_at + part * share * SLICE + tl.expand_dims(k, OUT)
     else:
-        stored_at = numbers_ptr + (part * share).to(tl.int64) * rows * STEP + n_at * STEP + tl.expand_dims(k, OUT)
+        stored_at = numbers_ptr + (part * share).to(tl.int64) * rows * STEP + row_at * STEP + tl.expand_dims(k, OUT)
     total = tl.zeros([ROWS, TOKENS] if TURNED else [TOKENS, ROWS], tl.float32)
     for first in tl.range(part * share, tl.minimum(part * share + share, slices), TOGETHER, num_stages=STAGES):
         for each in tl.static_range(TOGETHER):
             index = first + each
             is_there = is_row
-            if TOGETHER > 1:
+            if EVEN:
+                stored = tl.load(stored_at)
+            else:
                 is_there = is_row & (index + 0 * n < slices)  # the interpreter needs a tensor
-            stored = tl.load(stored_at, mask=tl.expand_dims(is_there, IN), other=0)
+                stored = tl.load(stored_at, mask=tl.expand_dims(is_there, IN), other=0)
             stored_at += SLICE if FLOAT else rows * STEP
             for half in tl.static_range(HALVES):
                 column = index * SLICE + half * STEP
-                is_number = is_token_at & tl.expand_dims(column + k < columns, IN)
-                x = tl.load(x_at + column, mask=is_number, other=0.0).to(WIDE)
+                if EVEN:
+                    x = tl.load(x_at + column).to(WIDE)
+                else:
+                    is_number = is_token_at & tl.expand_dims(column + k < columns, IN)
+                    x = tl.load(x_at + column, mask=is_number, other=0.0).to(WIDE)
                 if (each * HALVES + half) % ALIKE == 0:
                     group_at = n
                     scale = tl.full([ROWS], 1.0, tl.float32)
