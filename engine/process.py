@@ -26,12 +26,17 @@ def spawn(module: str, fd: int, *arguments: str) -> subprocess.Popen[bytes]:
     """
     path = os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, [os.getenv("PYTHONPATH")])])
     environment = {name: value for name, value in os.environ.items() if name.upper() not in SECRETS}
-    return subprocess.Popen(
-        [sys.executable, "-m", module, str(fd), str(os.getpid()), *arguments],
-        pass_fds=[fd],
-        stdin=subprocess.DEVNULL,
-        env={**environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-    )
+    # The child inherits the mask: until `begin_child`, Ctrl-C would print a traceback of its imports.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(fd), str(os.getpid()), *arguments],
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            env={**environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def freeze() -> None:
@@ -51,6 +56,7 @@ def begin_child(*ignored: signal.Signals) -> tuple[int, list[str]]:
     fd, parent_pid, *arguments = sys.argv[1:]
     for each in ignored:
         signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which `spawn` has blocked
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != int(parent_pid):  # the parent died before prctl was called

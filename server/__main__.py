@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -71,9 +72,41 @@ def _leave_at_signals() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code: 0 success, 1 failure, 2 usage error, 130 interrupted."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (None if it is closed, as after `1>&-`)
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 (None if it is closed, as after `<&-`)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # as in arguments; `Source.stream` refuses what is not UTF-8
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ?, instead of an error
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()  # here, where errors are handled, and not at the end of Python
+    except KeyboardInterrupt:
+        # If it came out of code that was compiled from a string, such as the methods of a dataclass during an import,
+        # `python -m` remembers that, and ends by SIGINT whatever is returned. The next such code makes it forget.
+        exec("")
+        return 130
+    except BrokenPipeError:  # the reader of our output has ended, such as `| head`
+        _discard_output()
+        return 141
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        print(f"pequod: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _discard_output() -> None:
+    """Discard what standard output has not written: the end of Python would try it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(argv: list[str]) -> int:
+    """Run a command line and return its exit code."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if argv else 2
@@ -85,42 +118,28 @@ def main(argv: list[str] | None = None) -> int:
         print(f"pequod: {_unknown(name)}", file=sys.stderr)
         return 2
     if name != "serve" or {"-h", "--help"} & {*rest}:
-        return _run(name, rest)
+        return _execute(name, rest)
     _leave_at_signals()
     try:
         child = import_module("engine").Child()  # before our own imports, since both take a second
     except OSError:  # the command tries again and reports the error
-        return _run(name, rest)
+        return _execute(name, rest)
     try:
-        return _run(name, rest, child=child)
+        return _execute(name, rest, child=child)
     finally:
         child.end()
 
 
-def _run(name: str, rest: list[str], **extra: object) -> int:
+def _execute(name: str, rest: list[str], **extra: object) -> int:
     """Run a command; `extra` are further arguments of its `run`."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ?, instead of an error
-    try:
-        if name == "bench":  # SIGTERM stops the servers of a measurement too, like Ctrl-C
-            signal.signal(signal.SIGTERM, _interrupt)
-        from .cli.commands import execute, execute_group
+    if name == "bench":  # SIGTERM stops the servers of a measurement too, like Ctrl-C
+        signal.signal(signal.SIGTERM, _interrupt)
+    from .cli.commands import execute, execute_group
 
-        command = import_module(f".cli.commands.{name}", __package__)
-        if hasattr(command, "PARTS"):
-            code = execute_group(name, COMMANDS[name], command, rest)
-        else:
-            code = execute(name, COMMANDS[name], command, rest, **extra)
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        # If it came out of code that was compiled from a string, such as the methods of a dataclass during an import,
-        # `python -m` remembers that, and ends by SIGINT whatever is returned. The next such code makes it forget.
-        exec("")
-        return 130
-    except BrokenPipeError:  # the reader of our output has ended, such as `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    command = import_module(f".cli.commands.{name}", __package__)
+    if hasattr(command, "PARTS"):
+        return execute_group(name, COMMANDS[name], command, rest)
+    return execute(name, COMMANDS[name], command, rest, **extra)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def misspelled(environ: Mapping[str, str]) -> list[str]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read the values of a TOML file by field name; keys may be written with - or _."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a byte order mark
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -96,6 +96,10 @@ class Browser:
     async def type(self, selector: str, keys: str) -> None:
         await self._post(f"/element/{await self._element(selector)}/value", {"text": keys})
 
+    async def resize(self, width: int, height: int) -> None:
+        """Change the size of the window."""
+        await self._post("/window/rect", {"width": width, "height": height})
+
     async def texts(self, selector: str) -> list[str]:
         """Return the text of each visible element that has one."""
         visible = "[...document.querySelectorAll(%r)].filter((found) => found.checkVisibility() && found.innerText)"

@@ -20,22 +20,43 @@ CONNECT_S = 10.0
 
 def base_url(url: str) -> str:
     """Return the server's URL without /v1, with which it may be given. Raises UsageError."""
+    import httpx
+
     base = url.rstrip("/").removesuffix("/v1")
-    if not base.startswith(("http://", "https://")):
+    try:
+        parsed_url = httpx.URL(base)
+        is_valid = parsed_url.scheme in ("http", "https") and parsed_url.host and (parsed_url.port or 0) < 1 << 16
+    except httpx.InvalidURL:
+        is_valid = False
+    if not is_valid:
         raise UsageError(f"--url {url[:64]} is not a URL such as http://127.0.0.1:8000")
     return base
 
 
-def open_client(url: str, key: str | None, silence_s: float, limits: httpx.Limits | None = None) -> httpx.AsyncClient:
-    """Return a client of the server at a base URL. A request fails after `silence_s` seconds without a byte."""
+def open_client(
+    url: str, key: str | None, silence_s: float, limits: httpx.Limits | None = None, *, trust_env: bool = True
+) -> httpx.AsyncClient:
+    """Return a client of the server at a base URL. A request fails after `silence_s` seconds without a byte.
+
+    `trust_env`: use the proxies and the certificates that the environment names. Raises UsageError if these cannot be
+    used.
+    """
     import httpx
 
-    return httpx.AsyncClient(
-        base_url=url,
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        timeout=httpx.Timeout(silence_s, connect=CONNECT_S),
-        limits=limits or httpx.Limits(),
-    )
+    try:
+        return httpx.AsyncClient(
+            base_url=url,
+            # In bytes, because httpx encodes texts as ASCII; surrogates are bytes of a key that is not UTF-8.
+            headers={b"Authorization": f"Bearer {key}".encode(errors="surrogateescape")} if key else {},
+            timeout=httpx.Timeout(silence_s, connect=CONNECT_S),
+            limits=limits or httpx.Limits(),
+            trust_env=trust_env,
+        )
+    except OSError as error:
+        raise UsageError(f"the certificates in SSL_CERT_FILE or SSL_CERT_DIR cannot be read: {error}") from None
+    except (ImportError, ValueError, httpx.InvalidURL) as error:  # of another scheme, or not a URL
+        reason = "SOCKS needs the package socksio" if isinstance(error, ImportError) else error
+        raise UsageError(f"the proxy in HTTP_PROXY, HTTPS_PROXY or ALL_PROXY cannot be used: {reason}") from None
 
 
 async def describe(http: httpx.AsyncClient, model: str | None) -> tuple[str, dict[str, Any], dict[str, Any]]:

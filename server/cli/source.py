@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -42,6 +43,10 @@ class Source:
         """
         shot = Shot(at=0.0, input_len=0, output_len=0, sent=0.0)
         body |= {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # surrogates, which stand for bytes of the input that are not UTF-8
+            raise UsageError("the text is not valid UTF-8") from None
         await send(self.http, body, shot, time.perf_counter(), on_text)
         if shot.ok:
             return shot

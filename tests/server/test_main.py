@@ -187,6 +187,32 @@ def test_flags_with_several_values(pequod):
     assert shown(pequod, "--allowed-origins", '["*"]')["allowed_origins"]["value"] == ["*"]
 
 
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["serve", "--api-key", "canary", "builtin"], "--api-key"),
+        (["serve", "--api-key", "canary", "smollm2", "--port", "1"], "--api-key"),
+        (["serve", "--served-model-name", "gpt", str(ROOT)], "--served-model-name"),
+        (["config", "show", "--served-model-name", "gpt", "Qwen/Qwen3-0.6B"], "--served-model-name"),
+        (["bench", "latency", "--api-key", "canary", "builtin"], "--api-key"),
+    ],
+)
+def test_a_model_after_a_flag_with_several_values_is_not_one_of_them(pequod, argv, flag):
+    code, out, err = pequod(*argv)
+    assert (code, out) == (2, "")
+    assert f"MODEL comes before {flag}" in err and "canary" not in err
+
+
+def test_values_that_look_like_a_model_are_accepted_if_there_is_one(pequod, monkeypatch):
+    words = ["--served-model-name", "gpt", "org/name"]
+    assert shown(pequod, "builtin", *words)["served_model_name"]["value"] == words[1:]
+    assert shown(pequod, *words, "--model", "builtin")["served_model_name"]["value"] == words[1:]
+    assert shown(pequod, "--served-model-name", "org/name")["served_model_name"]["value"] == ["org/name"]
+    assert shown(pequod, "--served-model-name", "gpt,org/name")["served_model_name"]["value"] == words[1:]
+    monkeypatch.setenv("PEQUOD_MODEL", "builtin")
+    assert shown(pequod, *words)["served_model_name"]["value"] == words[1:]
+
+
 def test_flags_may_be_written_with_underscores(pequod):
     assert shown(pequod, "--max_model_len", "64")["max_model_len"]["value"] == 64
     assert shown(pequod, "--max_model_len=65")["max_model_len"]["value"] == 65
@@ -291,7 +317,34 @@ def test_a_completion_in_process_imports_neither_torch_nor_a_server():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_closed_stdout_ends_the_command_quietly():
-    command = f"{sys.executable} -m server config show | true"
+@pytest.mark.parametrize("words", ["config show", "--help", "serve --help", "bench --help"])
+def test_a_closed_stdout_ends_the_command_quietly(words):
+    # The pipe has no reader any more when the command writes: `wait` returns after `true` has ended.
+    command = f"exec 3> >(true); wait $!; {sys.executable} -m server {words} >&3; echo $?"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stderr == ""
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", ["config show", "--help", "serve --help", "--version"])
+def test_output_that_cannot_be_written_is_one_sentence(words):
+    command = f"{sys.executable} -m server {words} >/dev/full"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "pequod: the output cannot be written: No space left on device\n"
+
+
+def test_input_that_is_closed_is_empty(tmp_path):
+    program = "import sys; from server.__main__ import main; main(['--version']); print(repr(sys.stdin.read()))"
+    command = f'{sys.executable} -c "{program}" <&-'
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[1:] == ["''"], done.stderr
+
+
+def test_input_that_is_not_utf_8_is_one_sentence():
+    command = f"printf '\\377' | {sys.executable} -m server complete builtin --prompt -"
+    environment = {**os.environ, "PYTHONUTF8": "1"}
+    done = subprocess.run(
+        ["bash", "-c", command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, "pequod: the text is not valid UTF-8\n")

@@ -36,6 +36,10 @@ def refusal(flags=None, config=None) -> str:
     return str(caught.value)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(toml):
+    assert read_toml(toml("\ufeffport = 1\n")) == {"port": 1}
+
+
 def test_flag_over_environment_over_file_over_default(monkeypatch, toml):
     path = toml("port = 1\nblock_size = 2\nmax-num-seqs = 3\n")
     monkeypatch.setenv("PEQUOD_PORT", "11")

@@ -115,11 +115,19 @@ function span(whole, { escaped, code, stars, starred, lines, lined, struck, labe
   if (escaped) return escaped;
   if (code) return { tag: "code", children: [code.trim() || code] };
   const href = (target ?? url) && safe(target ?? url);
-  if (target ?? url) return href ? { tag: "a", href, children: [label ?? url] } : whole;
+  if (target ?? url) return href ? { tag: "a", href, children: label ? unlinked(spans(label, depth)) : [url] } : whole;
   const children = spans(struck ?? starred ?? lined, depth);
   const { length } = stars ?? lines ?? "";
   if (length < 2) return { tag: length ? "em" : "del", children };
   return { tag: "strong", children: length > 2 ? [{ tag: "em", children }] : children };
+}
+
+// Replaces links by what is in them: a link cannot contain another one.
+function unlinked(parts) {
+  return parts.flatMap((part) => {
+    if (typeof part === "string") return [part];
+    return part.tag === "a" ? part.children : [{ ...part, children: unlinked(part.children) }];
+  });
 }
 
 function safe(href) {

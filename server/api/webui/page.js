@@ -19,6 +19,8 @@ const make = (tag, properties = {}, ...children) => {
 const kept = recall("chat") ?? {};
 let exchanges = kept.exchanges ?? [];
 let running = null; // an AbortController
+let key = recall("key") ?? "";
+let areModelsKnown = false;
 
 // A browser that keeps nothing, or a conversation that is too long to be kept, must not stop the page.
 function recall(name) {
@@ -32,21 +34,29 @@ function recall(name) {
 function keep(name, value) {
   try {
     sessionStorage.setItem(name, JSON.stringify(value));
-  } catch (error) {
-    console.warn(error);
+    return true;
+  } catch {
+    return false;
   }
 }
 
+// Keeps the whole conversation, else what fits of it: without messages that have no answer, then without the oldest.
 function save() {
   const values = Object.fromEntries(NAMES.map((name) => [name, element(name).value]));
   values.model ||= kept.model; // while the models are not known
-  keep("chat", { exchanges, ...values });
+  let isKept = keep("chat", { exchanges, ...values });
+  let rest = isKept ? exchanges : exchanges.filter(({ answer }) => answer);
+  while (!isKept && !(isKept = keep("chat", { exchanges: rest, ...values })) && rest.length) {
+    rest = rest.slice(Math.ceil(rest.length / 10)); // a tenth, as each attempt may write megabytes
+  }
+  const lost = rest.length ? "a part of it" : "it";
+  const message = `This browser cannot keep the whole conversation: when the page is reloaded, ${lost} is lost.`;
+  element("storage-message").textContent = rest.length < exchanges.length ? message : "";
 }
 
 // Requests
 
 async function call(path, options = {}) {
-  const key = recall("key");
   const headers = { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${octets(key)}` } : {}) };
   const response = await fetch(new URL(path, API), { ...options, headers });
   if (response.ok) return response;
@@ -67,12 +77,13 @@ function askForKey(message) {
   element("key").focus();
 }
 
-async function listModels() {
-  const { data } = await (await call("models")).json();
+async function listModels(signal) {
+  const { data } = await (await call("models", { signal })).json();
   const chosen = element("model").value || kept.model;
   const options = data.map(({ id }) => make("option", { textContent: id, selected: id === chosen }));
   element("model").replaceChildren(...options);
   element("key-form").hidden = true;
+  areModelsKnown = true;
 }
 
 // The body of the request for the last exchange. Exchanges without an answer are left out: roles must alternate.
@@ -106,6 +117,7 @@ async function run() {
   setRunning(request);
   scrollToEnd();
   try {
+    if (!areModelsKnown) await listModels(request.signal);
     const options = { method: "POST", body: JSON.stringify(body()), signal: request.signal };
     const response = await call("chat/completions", options);
     let done = false;
@@ -129,6 +141,7 @@ async function run() {
   } catch (error) {
     if (request.signal.aborted) ending = "stopped";
     else exchange.error = explained(error);
+    areModelsKnown &&= request.signal.aborted; // the server may have been started again, with another model
   }
   cancelAnimationFrame(frame);
   exchange.note = [...(first.time ? measured(tokens, start, first, last) : []), ending].filter(Boolean).join(" · ");
@@ -152,11 +165,12 @@ function measured(tokens, start, first, last) {
 // Appends an exchange to the conversation and returns a function that shows its present state.
 function show(exchange) {
   const [reasoning, answer, note] = ["reasoning", "text", "note"].map((name) => make("div", { className: name }));
+  reasoning.dir = "auto";
   const details = make("details", {}, make("summary", { textContent: "Reasoning" }), reasoning);
   const error = make("p", { className: "error", role: "alert" });
   const action = (textContent, onclick) => make("button", { type: "button", textContent, onclick });
   const actions = make("div", { className: "actions" }, action("Retry", retry), action("Edit message", edit));
-  const asked = make("article", { className: "prompt", ariaLabel: "You", textContent: exchange.prompt });
+  const asked = make("article", { className: "prompt", ariaLabel: "You", textContent: exchange.prompt, dir: "auto" });
   const answered = make("article", { className: "answer", ariaLabel: "Model" }, details, answer, error, note, actions);
   log.append(make("section", {}, asked, answered));
   let isThinking = false;
@@ -185,7 +199,8 @@ function fill(target, blocks) {
       old.source = source;
       return;
     }
-    const child = Object.assign(built(block), { source });
+    const dir = block.tag === "pre" ? "ltr" : "auto"; // of code, whatever its comments are written in
+    const child = Object.assign(built(block), { source, dir });
     old ? old.replaceWith(child) : target.append(child);
   });
   while (target.children.length > blocks.length) target.lastChild.remove();
@@ -225,6 +240,7 @@ function setRunning(request) {
 
 function retry() {
   log.lastChild.remove();
+  send.focus(); // which was in what has been removed
   run();
 }
 
@@ -268,13 +284,11 @@ element("settings-button").onclick = ({ currentTarget }) => {
 
 element("key-form").onsubmit = (event) => {
   event.preventDefault();
-  keep("key", element("key").value);
+  key = element("key").value;
+  keep("key", key); // for a reload
   element("key").value = "";
-  start();
+  listModels().catch((error) => { element("key-message").textContent = explained(error); });
 };
-
-// If the models cannot be listed the first message fails as well, and its error is shown.
-const start = () => listModels().catch(() => {});
 
 NAMES.forEach((name) => { element(name).value = kept[name] ?? ""; });
 exchanges.forEach((exchange) => {
@@ -286,4 +300,4 @@ addEventListener("beforeunload", () => running?.abort());
 addEventListener("pagehide", save);
 setRunning(null);
 scrollToEnd();
-start();
+listModels().catch(() => {}); // the first message tries it again, and shows the error

@@ -111,16 +111,20 @@ class Target:
         return shot
 
 
-async def connect(url: str, model: str | None, key: str | None, api: str = "completions", ask: bool = True) -> Target:
+async def connect(
+    url: str, model: str | None, key: str | None, api: str = "completions", ask: bool = True, *, is_own: bool = False
+) -> Target:
     """Return the server at a URL; with `ask`, small requests find out what it supports.
 
-    Raises Failure if no server responds, and UsageError for an invalid URL.
+    `is_own`: it was started by this process, and no proxy of the environment stands before it. Raises Failure if no
+    server responds, and UsageError for an invalid URL.
     """
     import httpx
 
     url = base_url(url)
     # No connection is reused: a server may close an idle one at that moment.
-    http = open_client(url, key, SILENCE_S, httpx.Limits(max_connections=None, max_keepalive_connections=0))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    http = open_client(url, key, SILENCE_S, limits, trust_env=not is_own)
     try:
         name, card, version = await describe(http, model)
         target = Target(http, url, name, api, version, card.get("max_model_len"))

@@ -58,7 +58,7 @@ def add_server(parser: Parser, api: str = "completions", *, takes_url: bool = Tr
         parser.set_defaults(url=None, api=api)
     # Always the same model, so that figures of different machines can be compared.
     model = {"model": "same as the positional argument MODEL (default: builtin)"}
-    add_settings(parser, "model", "engine", "limits", extra=["api_key"], help_texts=model)
+    add_settings(parser, "model", "engine", "limits", extra=["api_key", "api_key_file"], help_texts=model)
 
 
 def add_number(box: argparse._ActionsContainer, flag: str, default: int, text: str, minimum: int = 1) -> None:

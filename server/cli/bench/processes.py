@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -13,15 +14,23 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ... import settings
 from ...child import child_environment
-from ..commands import Failure
+from ..commands import Failure, warn
+
+if TYPE_CHECKING:
+    from ...settings_sources import Loaded
 
 POLL_S = 0.01
+NOTICE_S = 15.0  # after which a user should see that the server, and not the measurement, takes so long
 STOP_S = 40.0  # more than a Pequod drains by default
 # A server that takes less than this share of a core has done what it does without requests, such as taking memory.
 QUIET_SHARE, QUIET_S, QUIET_LIMIT_S = 0.1, 0.5, 30.0
 LOG_LINES = 5  # of a dead server's log, for the error
+# Settings of a measured Pequod that are chosen here, because only this process must find it.
+LISTENING = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "step_log")
 
 
 def free_port() -> int:
@@ -67,11 +76,15 @@ class Child:
         """Return the seconds from the start until the port responded and until the server was ready. Raises Failure."""
         import httpx
 
-        port = None
-        async with httpx.AsyncClient(base_url=self.url, timeout=10) as client:
+        port, is_noticed = None, False
+        # trust_env: a proxy of the environment need not reach this machine's loopback address.
+        async with httpx.AsyncClient(base_url=self.url, timeout=10, trust_env=False) as client:
             while (elapsed := time.perf_counter() - self.began) < limit_s:
                 if self.process.poll() is not None:
                     raise Failure(self.died())
+                if elapsed > NOTICE_S and not is_noticed:
+                    is_noticed = True
+                    warn(f"waiting for {self.url}{self._ready} of the server that was started; {self._last_lines()}")
                 with contextlib.suppress(httpx.TransportError):
                     status = (await client.get(self._ready)).status_code
                     elapsed = time.perf_counter() - self.began
@@ -113,21 +126,47 @@ class Child:
         self._folder.cleanup()
 
 
-def pequod(model: str, flags: Sequence[str]) -> Child:
-    """Start a Pequod on a free port; its step log is `steps.jsonl` in its folder."""
+def pequod(model: str, flags: Sequence[str], keys: Mapping[str, str] | None = None) -> Child:
+    """Start a Pequod on a free port; its step log is `steps.jsonl` in its folder. `keys` are environment variables."""
     port = free_port()
     command = [sys.executable, "-m", "server", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--step-log", "{folder}/steps.jsonl", *flags]
-    return Child(command, f"http://127.0.0.1:{port}", "/ready", environment())
+    return Child(command, f"http://127.0.0.1:{port}", "/ready", environment() | dict(keys or {}))
+
+
+def flags(loaded: Loaded) -> list[str]:
+    """Return settings as flags of `pequod serve`, from wherever they come, but neither keys nor addresses to listen on.
+
+    So a configuration file need not be read again, which may have such addresses.
+    """
+    words: list[str] = []
+    for name, source in loaded.sources.items():
+        if source == "default" or name in settings.SECRET or name in ("model", *LISTENING):
+            continue
+        kind, flag, value = settings.shape(name)[0], settings.flag(name), getattr(loaded.settings, name)
+        if kind is bool:
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words += [flag, *map(str, value if kind is list else [value])]
+    return words
+
+
+def keys(loaded: Loaded) -> dict[str, str]:
+    """Return the keys among the settings as environment variables: all users and results see a command line."""
+    variables = {}
+    for name in sorted(settings.SECRET):
+        if loaded.sources[name] != "default":
+            value = getattr(loaded.settings, name)
+            is_list = isinstance(value, list)
+            text = json.dumps([key.get_secret_value() for key in value]) if is_list else value.get_secret_value()
+            variables[settings.PREFIX + name.upper()] = text
+    return variables
 
 
 def environment() -> dict[str, str]:
     """Return the environment of a measured Pequod: this process's, without addresses to listen on."""
-    return {
-        name: value
-        for name, value in child_environment().items()
-        if name.upper() not in ("PEQUOD_PORT", "PEQUOD_HOST", "PEQUOD_UDS", "PEQUOD_STEP_LOG")
-    }
+    excluded = {settings.PREFIX + name.upper() for name in (*LISTENING, "config")}
+    return {name: value for name, value in child_environment().items() if name.upper() not in excluded}
 
 
 def tree(pid: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..commands import Parser, UsageError, whole
@@ -77,6 +78,12 @@ def asks(session: Session, arguments: argparse.Namespace, number: int) -> list[A
     return [session.prompts.ask(*lengths, at=at) for at in times]
 
 
+def rate(asks: Sequence[Ask]) -> float | None:
+    """Return the requests per second; None if all arrive at once."""
+    seconds = asks[-1].at - asks[0].at
+    return (len(asks) - 1) / seconds if seconds else None  # N arrivals have N - 1 intervals
+
+
 async def measure(arguments: argparse.Namespace) -> Result:
     async with opened(arguments) as session:
         made = [asks(session, arguments, number) for number in range(arguments.rounds)]
@@ -92,7 +99,7 @@ async def measure(arguments: argparse.Namespace) -> Result:
         workload = {
             "requests": len(sent),
             "arrivals": str(arguments.trace) if arguments.trace else arguments.arrivals,
-            "rate": len(sent) / sent[-1].at if sent[-1].at else None,
+            "rate": rate(sent),
             "input_len": sum(ask.input_len for ask in sent) / len(sent),
             "output_len": sum(ask.output_len for ask in sent) / len(sent),
             **options.chosen(arguments, "concurrency", "rounds"),

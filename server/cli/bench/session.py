@@ -12,13 +12,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ... import settings
 from ..commands import UsageError, settings_from
 from ..machine import cpu_facts
 from .client import Ask, Target, connect
 from .figures import notes, spread, summarize
 from .load import Prompts, Run, run
-from .processes import Child, peak_bytes, pequod
+from .processes import Child, flags, keys, peak_bytes, pequod
 from .show import Result
 from .steps import Step, StepLog
 
@@ -119,22 +118,6 @@ def machine() -> dict[str, Any]:
     return {"processor": name, "cores": cores, "python": platform.python_version(), "system": platform.platform()}
 
 
-def flags(arguments: argparse.Namespace) -> list[str]:
-    """Return the settings among the arguments as flags of `pequod serve`."""
-    words = [] if arguments.config is None else ["--config", str(arguments.config)]
-    for name, value in vars(arguments).items():
-        if name not in settings.FIELDS or name == "model":
-            continue
-        kind, flag = settings.shape(name)[0], settings.flag(name)
-        if kind is bool:
-            words.append(flag if value else flag.replace("--", "--no-", 1))
-        elif kind is list:
-            words += [word for items in value for word in (flag, *items)]
-        else:
-            words += [flag, str(value)]
-    return words
-
-
 @contextlib.asynccontextmanager
 async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
     """Use the server at --url, or a Pequod that runs until the block ends."""
@@ -148,14 +131,14 @@ async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
             # A new seed each time: the server may have cached the prompts of an earlier measurement.
             seed = random.randrange(2**31) if values.seed is None else values.seed
         else:
-            child = pequod(values.model, flags(arguments))
+            child = pequod(values.model, flags(loaded), keys(loaded))
             stack.callback(child.stop)
             task = progress.add_task(f"starting {values.model}", total=None)
             await child.ready(START_S)
             await child.quiet()
             progress.remove_task(task)
             url, model, seed = child.url, values.names[0], values.seed or 0
-        target = await connect(url, model, values.first_key, arguments.api)
+        target = await connect(url, model, values.first_key, arguments.api, is_own=child is not None)
         stack.push_async_callback(target.http.aclose)
         yield Session(target, child, seed, progress)
 

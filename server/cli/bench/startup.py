@@ -12,8 +12,8 @@ from . import options
 from .client import connect
 from .figures import Figures, spread
 from .load import Prompts
-from .processes import peak_bytes, pequod
-from .session import START_S, bar, flags, machine
+from .processes import flags, keys, peak_bytes, pequod
+from .session import START_S, bar, machine
 from .show import Result, report, spread_table
 
 LABELS = [
@@ -66,12 +66,13 @@ async def measure(arguments: argparse.Namespace) -> Result:
 
 async def once(arguments: argparse.Namespace) -> Figures:
     """Start a Pequod, measure two requests, and stop it."""
-    values = settings_from(arguments).settings
+    loaded = settings_from(arguments)
+    values = loaded.settings
     async with contextlib.AsyncExitStack() as stack:
-        child = pequod(values.model, flags(arguments))
+        child = pequod(values.model, flags(loaded), keys(loaded))
         stack.callback(child.stop)
         port, ready = await child.ready(START_S)
-        target = await connect(child.url, values.names[0], values.first_key, ask=False)
+        target = await connect(child.url, values.names[0], values.first_key, ask=False, is_own=True)
         stack.push_async_callback(target.http.aclose)
         prompts = Prompts(target, values.seed or 0)
         lengths = arguments.input_len, arguments.output_len

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,10 @@ from ...settings_values import SettingsError, hint, split
 from .. import foreign_flags
 from ..argv import hide
 
+MODELS = ("builtin", "smollm2")  # names that are not a path and not a hub id
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+# Control characters in the text of a model, which must not change colours or move the cursor of a terminal.
+CONTROL = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 TITLES = {"model": "model", "engine": "engine", "http": "HTTP", "limits": "limits", "logs": "logs and metrics"}
 
 
@@ -49,6 +54,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help, and raise OSError if that fails, which argparse ignores."""
+        print(self.format_help(), end="", file=file)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Return the arguments. Settings that were not given are absent; flags may have _ instead of -."""
@@ -94,7 +103,7 @@ def _add_field(box: argparse._ArgumentGroup, name: str, text: str = "") -> None:
         return
     options["metavar"] = settings.metavar(name) or ("|".join(choices) if choices else name.upper())
     if kind is list:  # `--flag a b`, `--flag a --flag b` and `--flag a,b` are the same
-        options |= {"action": "extend", "nargs": "+", "type": _items}
+        options |= {"action": "append", "nargs": "+", "type": _items}
     box.add_argument(settings.flag(name), **options)
 
 
@@ -167,7 +176,7 @@ def settings_from(arguments: argparse.Namespace, *, default_model: Callable[[], 
     given = {name: value for name, value in vars(arguments).items() if name in settings.FIELDS}
     for name, value in given.items():
         if settings.shape(name)[0] is list:
-            given[name] = [item for items in value for item in items]
+            given[name] = [item for words in value for items in words for item in items]
     model = getattr(arguments, "positional_model", None)
     if model is not None:
         if given.get("model", model) != model:
@@ -179,6 +188,8 @@ def settings_from(arguments: argparse.Namespace, *, default_model: Callable[[], 
     for sentence in misspelled(os.environ):
         warn(sentence)
     loaded = load(given, config)
+    if loaded.sources["model"] == "default":
+        _check_model_is_first(arguments)
     if default_model is not None and loaded.sources["model"] == "default":
         loaded = Loaded(load({**given, "model": default_model()}, config).settings, loaded.sources)
     secrets = (*loaded.settings.api_key, loaded.settings.metrics_key)
@@ -186,6 +197,17 @@ def settings_from(arguments: argparse.Namespace, *, default_model: Callable[[], 
     if loaded.settings.local_files_only:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported, here and in the engine
     return loaded
+
+
+def _check_model_is_first(arguments: argparse.Namespace) -> None:
+    """Raise UsageError if the model is the last value of a flag with several, as in `serve --api-key KEY MODEL`."""
+    for name, occurrences in vars(arguments).items():
+        if name not in settings.FIELDS or settings.shape(name)[0] is not list:
+            continue
+        last = [words[-1][-1] for words in occurrences if len(words) > 1 and words[-1]]
+        if any(word in MODELS or HUB_ID.fullmatch(word) or os.path.exists(word) for word in last):
+            flag = settings.flag(name)  # the word may be a key, so it is not in the message
+            raise UsageError(f"MODEL comes before {flag}, whose last value looks like a model: name the model first")
 
 
 def chat_model() -> str:
@@ -198,6 +220,12 @@ def chat_model() -> str:
 def warn(sentence: str) -> None:
     """Print a message on stderr."""
     print(f"pequod: {sentence}", file=sys.stderr, flush=True)
+
+
+def write_text(text: str) -> None:
+    """Write a piece of a model's text to standard output at once, to a terminal without control characters."""
+    sys.stdout.write(text.translate(CONTROL) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 def wants_colour(stream: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...settings_values import hint
 from ..source import Source, TooLong, opened
-from . import Failure, Parser, UsageError, add_settings, chat_model, settings_from, wants_colour, warn
+from . import Failure, Parser, UsageError, add_settings, chat_model, settings_from, wants_colour, warn, write_text
 from .complete import add_sampling, per_second, sampling
 
 HELP = {
@@ -19,8 +19,6 @@ HELP = {
     "/system TEXT": "set the system message and forget the conversation; without TEXT: no system message",
     "/help": "this text",
 }
-# The model's text must not change colours or move the cursor of the terminal.
-CONTROL = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -61,10 +59,11 @@ class Talk:
         self.failed = False
 
     def run(self) -> int:
-        """Handle each line of the input. Returns 1 if it is not a terminal and a message failed."""
+        """Handle each line of the input. Returns 1 if it is not a terminal and a line failed."""
         if self.is_terminal:
-            import readline  # noqa: F401 (editing and history for input())
+            import readline  # editing and history for input()
 
+            readline.parse_and_bind("set enable-bracketed-paste on")  # several lines that are pasted are one message
             print(f"{self.source.model} on {self.source.device}. /help lists the commands, Ctrl-D leaves.")
         while (line := self._read()) is not None:
             if line.startswith("/"):
@@ -102,6 +101,7 @@ class Talk:
         elif word == "/help":
             print("\n".join(f"{name:<14} {text}" for name, text in HELP.items()))
         else:
+            self.failed = True
             advice = hint(word, [name.split()[0] for name in HELP], "/help lists the commands")
             warn(f"unknown command {word[:64]}{advice}")
         return True
@@ -135,12 +135,10 @@ class Talk:
 
     async def _stream(self, messages: list[dict[str, str]], pieces: list[str]) -> str:
         """Print a response as it is generated, and return the line of figures."""
-        is_screen = sys.stdout.isatty()
 
         def show(text: str) -> None:
             pieces.append(text)
-            sys.stdout.write(text.translate(CONTROL) if is_screen else text)
-            sys.stdout.flush()
+            write_text(text)
 
         shot = await self.source.stream({**self.options, "messages": messages}, show)
         cut = ", cut at the maximum number of tokens" if shot.finish_reason == "length" else ""

@@ -11,7 +11,7 @@ from typing import Any
 from ...settings_sources import Loaded
 from ..openai_client import Shot
 from ..source import Source, opened
-from . import Parser, UsageError, add_settings, chat_model, real, settings_from, warn, whole
+from . import Parser, UsageError, add_settings, chat_model, real, settings_from, warn, whole, write_text
 
 DEFAULT_TOKENS = 100  # a model that continues a text may never end by itself
 
@@ -65,8 +65,7 @@ async def _complete(arguments: argparse.Namespace, loaded: Loaded, body: dict[st
     def show(text: str) -> None:
         pieces.append(text)
         if not arguments.json:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            write_text(text)
 
     async with opened(loaded, arguments.url) as source:
         if source.model == "builtin" and sys.stdout.isatty() and not arguments.json:

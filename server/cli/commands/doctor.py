@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -178,8 +179,13 @@ def packages() -> Finding:
 
 
 def compiler() -> Finding:
-    path = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    return Finding("compiler", "ok", path or "none for C++; only building the CPU kernels needs one")
+    from engine import cpp_compiler
+
+    command = cpp_compiler()
+    if command is None and (chosen := os.environ.get("CXX")):
+        return Finding("compiler", "warn", f"CXX={chosen} is not there", "correct or unset CXX")
+    text = "none for C++; only building the CPU kernels needs one"
+    return Finding("compiler", "ok", text if command is None else shlex.join(command))
 
 
 def port(settings: Settings) -> Finding:
@@ -193,14 +199,14 @@ def port(settings: Settings) -> Finding:
 def cache_folder() -> Path:
     """Return the folder in which huggingface_hub stores models."""
     if folder := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(folder).expanduser()
+        return Path(os.path.expanduser(folder))  # Path.expanduser raises for a user without a home
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(home).expanduser() / "hub"
+    return Path(os.path.expanduser(home)) / "hub"
 
 
 def disk() -> Iterator[Finding]:
     folder = cache_folder()
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if os.access(existing, os.W_OK) and existing.is_dir():
         yield Finding("cache", "ok", f"models from the hub are stored in {folder}")
     else:
@@ -336,7 +342,7 @@ async def _generate(settings: Settings) -> tuple[EngineInfo, list[str] | None]:
             threads=settings.threads,
             enforce_eager=settings.enforce_eager,
             batch_invariant=settings.batch_invariant,
-            num_blocks=64,
+            num_blocks=128,  # those of a sequence of the built-in model's full length
         )
     )
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..banner import size
-from . import Failure, Parser, add_settings, settings_from
+from . import Failure, Parser, add_settings, settings_from, warn
 from .doctor import cache_folder
 from .plan import make
 
@@ -46,8 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
         facts = {"name": name, "architecture": architecture(folder), "bytes": num_bytes, "folder": str(folder)}
         return facts | {"problem": problem, "can_serve": not problem}
 
+    local, problem = local_models(), ""
+    try:
+        local += hub_models()
+    except OSError as error:
+        problem = f"the Hugging Face cache {cache_folder()} cannot be read: {error.strerror}"
+        warn(problem)
     with ThreadPoolExecutor(CHILDREN) as pool:
-        found = list(pool.map(examine, local_models()))
+        found = list(pool.map(examine, local))
     if arguments.json:
         print(json.dumps({"models": found, "cache": str(cache_folder())}, ensure_ascii=False))
         return 0
@@ -55,23 +61,29 @@ def run(arguments: argparse.Namespace) -> int:
     for model in found:
         verdict = f"no: {model['problem']}" if model["problem"] else f"pequod serve {model['name']}"
         print(f"{model['name']:<{names}}  {model['architecture']:<{kinds}}  {size(model['bytes']):>9}  {verdict}")
-    if not {model["name"] for model in found} - {"builtin", *packaged_models()}:
+    if not problem and not {model["name"] for model in found} - {"builtin", *packaged_models()}:
         print(f"The Hugging Face cache {cache_folder()} has no models; `pequod serve NAME` downloads one.")
     return 0
 
 
 def local_models() -> list[tuple[str, Path, int]]:
-    """Return name, folder and size of the built-in model, those of packages, and those in the cache, sorted by name."""
+    """Return name, folder and size of the built-in model and those of packages."""
     from engine import fetch, packaged_models
 
     folder = fetch("builtin", None, weights=True).path
     found = [("builtin", folder, sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))]
     for name, file in packaged_models().items():
         found.append((name, fetch(name, None, weights=True).path, file.stat().st_size))
+    return found
+
+
+def hub_models() -> list[tuple[str, Path, int]]:
+    """Return those in the Hugging Face cache, sorted by name. Raises OSError if it cannot be read."""
     if not cache_folder().is_dir():
-        return found
+        return []
     from huggingface_hub import scan_cache_dir
 
+    found = []
     for repo in sorted(scan_cache_dir(cache_folder()).repos, key=lambda repo: repo.repo_id):
         revisions = sorted(repo.revisions, key=lambda revision: revision.last_modified)
         if repo.repo_type == "model" and revisions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import sys
 from typing import Any
 
 import httpcore
@@ -10,8 +11,8 @@ import httpx
 import pytest
 
 from server.cli.bench.client import Ask, Target
-from server.cli.commands import Failure, Parser, chat, complete, settings_from
-from server.cli.openai_client import describe
+from server.cli.commands import Failure, Parser, UsageError, chat, complete, settings_from
+from server.cli.openai_client import base_url, describe, open_client
 from server.cli.source import Source
 
 MODELS = httpx.Response(200, json={"data": [{"id": "whale", "max_model_len": 64}]})
@@ -129,3 +130,44 @@ async def test_a_long_error_is_shown_whole_and_cut_in_the_reports_of_bench(respo
     assert whole.endswith(LONG)
     shot = await Target(http, "http://sea", "whale", "completions", {}, None).send(Ask("Hi", 1, 1), 0.0)
     assert shot.error == whole[:340]
+
+
+@pytest.mark.parametrize("url", ["HTTP://sea", "http://sea/v1/", "https://[::1]:65535"])
+def test_a_url_may_have_v1_and_any_case(url):
+    assert base_url(url) == url.rstrip("/").removesuffix("/v1")
+
+
+@pytest.mark.parametrize(
+    "url", ["sea", "ftp://sea", "http://", "http://127.0.0.1:x", "http://[::1", "http://sea:99999"]
+)
+def test_what_is_not_a_url_is_a_usage_error(url):
+    with pytest.raises(UsageError, match="is not a URL such as"):
+        base_url(url)
+
+
+async def test_a_key_may_have_any_characters():
+    async with open_client("http://sea", "clé-🔑", 1.0) as http:
+        assert http.build_request("GET", "/").headers.raw[-1][1] == "Bearer clé-🔑".encode()
+
+
+@pytest.mark.parametrize(
+    ("proxy", "reason"),
+    [("socks5://sea:1", "SOCKS needs the package socksio"), ("foo://sea", "scheme"), ("http://sea:x", "Invalid port")],
+)
+def test_a_proxy_that_cannot_be_used_is_a_usage_error(monkeypatch, proxy, reason):
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(UsageError, match=rf"the proxy in .*ALL_PROXY cannot be used: .*{reason}"):
+        open_client("http://sea", None, 1.0)
+
+
+def test_certificates_that_cannot_be_read_are_a_usage_error(monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere.pem")
+    with pytest.raises(UsageError, match="SSL_CERT_FILE"):
+        open_client("https://sea", None, 1.0)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "caf\udce9"}, {"messages": [{"role": "user", "content": "\udcff"}]}])
+async def test_a_text_that_is_not_utf_8_is_reported_before_it_is_sent(body):
+    with pytest.raises(UsageError, match="the text is not valid UTF-8"):
+        await Source(answering(), "whale", "cpu", "float32").stream(body, print)

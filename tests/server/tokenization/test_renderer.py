@@ -214,6 +214,19 @@ def test_a_renderer_ends_with_its_parent() -> None:
     eventually(lambda: not alive(pid))
 
 
+def test_ctrl_c_does_not_end_a_renderer_that_is_starting() -> None:
+    renderer = Renderer({"default": "{{ messages[0].content }}"}, {})
+    renderer.start()
+    first = renderer.pid
+    assert first is not None
+    os.kill(first, signal.SIGINT)  # as a terminal does, which sends it to all processes of the command
+    assert render(renderer, "one") == "one"
+    os.kill(first, signal.SIGINT)
+    assert render(renderer, "two") == "two"
+    assert renderer.pid == first
+    renderer.close()
+
+
 def test_a_renderer_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "jinja2.py").write_text("raise SystemExit('imported')")
     program = "from server.tokenization.renderer import Renderer; Renderer({'default': 'x'}, {}).check()"

@@ -281,6 +281,92 @@ async def test_a_key_may_have_any_characters(folder, tab):
         assert await tab.texts(".text") == ["the sea"]
 
 
+NO_STORAGE = "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }"
+SMALL_STORAGE = """
+const { setItem } = Storage.prototype;
+Storage.prototype.setItem = function (name, value) {
+    if (value.length > 500) throw new DOMException("full", "QuotaExceededError");
+    setItem.call(this, name, value);
+}"""
+
+
+async def test_a_key_is_used_where_the_browser_keeps_nothing(folder, tab):
+    async with page(folder, tab, FakeEngine(saying("the sea")), api_key=["k"]):
+        await tab.run(NO_STORAGE)
+        await tab.type("#key", "k" + ENTER)
+        await tab.until("document.querySelector('#key-form').hidden")
+        await ask(tab, "Where?")
+        assert await tab.texts(".text") == ["the sea"]
+        assert await tab.texts("#storage-message") == [
+            "This browser cannot keep the whole conversation: when the page is reloaded, it is lost."
+        ]
+
+
+async def test_of_a_conversation_that_is_too_long_the_latest_answers_are_kept(folder, tab):
+    engine = FakeEngine(saying("the sea", "the ship", "the sails", "the whale"))
+    async with page(folder, tab, engine) as url:
+        await tab.run(SMALL_STORAGE)
+        await ask(tab, "one")
+        assert await tab.texts("#storage-message") == []
+        engine.error_at = (0, "out of memory")
+        await ask(tab, "x" * 400)  # it has no answer: it is dropped before any other
+        assert await tab.texts("#storage-message") == [
+            "This browser cannot keep the whole conversation: when the page is reloaded, a part of it is lost."
+        ]
+        engine.error_at = None
+        await tab.open(url)
+        assert await tab.texts(".prompt") == ["one"]
+        await tab.run(SMALL_STORAGE)
+        await ask(tab, "y" * 150)
+        await ask(tab, "z" * 150)
+        await tab.open(url)
+        assert await tab.texts(".prompt") == ["z" * 150]
+
+
+async def test_another_model_is_found_after_the_server_has_been_started_again(folder, tab):
+    async with page(folder, tab, FakeEngine(saying("the sea", "the ship")), served_model_name=["old"]):
+        await ask(tab, "one")
+        # The server that is there now has another model.
+        await tab.run("document.querySelector('#model').options[0].value = 'gone'")
+        await ask(tab, "two")
+        assert len(await tab.texts(".error")) == 1
+        await tab.click("section:last-child .actions button:first-child")
+        await tab.until(IDLE + " && !document.querySelector('section:last-child .error').innerText")
+        assert await tab.texts(".text") == ["the sea", "the ship"]
+        assert await tab.run("return document.querySelector('#model').value") == "old"
+
+
+async def test_a_text_from_right_to_left_is_shown_so_and_code_is_not(folder, tab):
+    async with page(folder, tab, FakeEngine(saying("مرحبا\n\n- مرحبا\n\n```\n# مرحبا\n```\n\nHello"))):
+        await ask(tab, "ما هي عاصمة فرنسا؟")
+        shown = "[...document.querySelectorAll('.prompt, .text > *')]"
+        directions = await tab.run(f"return {shown}.map((one) => getComputedStyle(one).direction)")
+        assert directions == ["rtl", "rtl", "rtl", "ltr", "ltr"]
+        await tab.run("document.querySelector('#prompt').value = 'مرحبا'")
+        assert await tab.run("return getComputedStyle(document.querySelector('#prompt')).direction") == "rtl"
+
+
+async def test_the_focus_goes_to_the_stop_button_after_a_retry(folder, tab):
+    async with page(folder, tab, FakeEngine(saying("the sea", "the ship"))):
+        await ask(tab, "one")
+        await tab.click("section:last-child .actions button:first-child")
+        await tab.until(IDLE + " && document.querySelector('.text').innerText === 'the ship'")
+        assert await tab.run("return document.activeElement.id") == "send"
+
+
+async def test_open_settings_leave_room_for_the_conversation_on_a_low_screen(folder, tab):
+    async with page(folder, tab, FakeEngine(saying("the sea"))):
+        await ask(tab, "one")
+        await tab.click("#settings-button")
+        height = await tab.run("return outerHeight - innerHeight")
+        await tab.resize(640, 300 + height)
+        try:
+            assert await tab.run("return innerHeight") == 300
+            assert await tab.run("return document.querySelector('main').clientHeight") > 30
+        finally:
+            await tab.resize(1000, 800)
+
+
 async def test_shift_and_enter_begin_a_new_line(folder, tab):
     engine = FakeEngine(saying("the sea"))
     async with page(folder, tab, engine):

@@ -105,8 +105,8 @@ def p(*children):
     return el("p", *children)
 
 
-def link(href, text):
-    return el("a", text, href=href)
+def link(href, *children):
+    return el("a", *children, href=href)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,14 @@ def link(href, text):
         ("see https://a.example/x.", [p("see ", link("https://a.example/x", "https://a.example/x"), ".")]),
         ("[m](mailto:a@a.example)", [p(link("mailto:a@a.example", "m"))]),
         ("![i](https://a.example/i.png)", [p(link("https://a.example/i.png", "i"))]),  # nothing is loaded
+        (
+            "[a **b** `c`](https://a.example/)",
+            [p(link("https://a.example/", "a ", el("strong", "b"), " ", el("code", "c")))],
+        ),
+        (
+            "[**see https://b.example/**](https://a.example/)",  # a link within a link is its text
+            [p(link("https://a.example/", el("strong", "see ", "https://b.example/")))],
+        ),
         ("<b>&amp;</b>", [p("<b>&amp;</b>")]),
     ],
 )

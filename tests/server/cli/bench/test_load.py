@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from server.cli.bench import figures, options
-from server.cli.bench.client import IDS, Shot
+from server.cli.bench import figures, options, serve
+from server.cli.bench.client import IDS, Ask, Shot
 from server.cli.bench.load import Arrival, Prompts, Run, fixed, poisson, read_trace, scaled
 from server.cli.bench.show import number, table
 from server.cli.commands import UsageError
@@ -34,6 +34,12 @@ def shot(*times: float, sent: float = 0.0, tokens: int | None = None, sizes: lis
 )
 def test_a_percentile_lies_between_its_neighbours(values, share, expected):
     assert figures.percentile(values, share) == expected
+
+
+def test_the_reported_rate_is_that_of_the_intervals():
+    assert serve.rate([Ask("", 1, 1, at=at) for at in fixed(4.0, 5)]) == 4.0
+    assert serve.rate([Ask("", 1, 1, at=at) for at in (0.5, 1.5, 2.5)]) == 1.0
+    assert serve.rate([Ask("", 1, 1, at=at) for at in (0.0, 0.0)]) is None
 
 
 def test_poisson_arrivals_follow_the_seed_and_the_rate():

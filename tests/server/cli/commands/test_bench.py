@@ -19,9 +19,8 @@ from server.cli.bench import invariance, roofline, snapshot
 from server.cli.bench.client import Shot
 from server.cli.bench.limits import Probe
 from server.cli.bench.processes import tree
-from server.cli.bench.session import flags
 from server.cli.bench.steps import StepLog, decoding, phases, prefilling
-from server.cli.commands import Failure, Parser, bench
+from server.cli.commands import Failure, bench
 from tests.live import WAIT_S, eventually
 from tests.server.cli.bench.test_client import Other
 
@@ -108,19 +107,6 @@ def test_plots_without_matplotlib_name_the_extra(pequod, monkeypatch, tmp_path):
     code, _, err = pequod("sweep", "--plot", str(tmp_path), "--url", "http://127.0.0.1:9")
     assert code == 1
     assert "pip install matplotlib" in err
-
-
-def test_settings_reach_the_server_that_is_started():
-    parser = Parser(prog="x")
-    bench.part("latency").add_arguments(parser)
-    given = ["builtin", "--dtype", "bfloat16", "--no-enable-prefix-caching", "--api-key", "a,b", "--api_key", "c"]
-    found = flags(parser.parse(given))
-    assert found[found.index("--dtype") + 1] == "bfloat16"
-    assert "--no-enable-prefix-caching" in found
-    keys = [found[index + 1] for index, word in enumerate(found) if word == "--api-key"]
-    assert keys == ["a", "c"]
-    assert found[found.index("a") + 1] == "b"
-    assert "builtin" not in found
 
 
 def test_flags_of_the_kernels_reach_their_program(monkeypatch):
@@ -226,6 +212,15 @@ def test_a_machine_that_cannot_be_measured_any_more_costs_no_figures(pequod, mon
     result = json.loads(out)
     assert [point["load"] for point in result["concurrency"]] == ["1", "2"]
     assert len(result["machine_limits"]["bytes_per_s"]) == 1, "the one that was measured before"
+
+
+def test_the_key_of_a_server_started_here_is_not_in_the_result(pequod, tmp_path):
+    (tmp_path / "my.toml").write_text(f'uds = "{tmp_path / "p.sock"}"\n')  # it listens on a port all the same
+    words = ["--api-key", "canary", "--config", str(tmp_path / "my.toml")]
+    code, out, err = pequod("throughput", "builtin", *SMALL, "--output-len", "4", "--requests", "2", *words, "--json")
+    assert code == 0
+    assert json.loads(out)["figures"]["requests"]["median"] == 2
+    assert "canary" not in out + err
 
 
 def test_requests_that_do_not_fit_are_refused_at_once(pequod, server):

@@ -216,7 +216,7 @@ def test_chat_from_a_pipe_keeps_the_conversation(pequod, fake):
 
 def test_chat_commands(pequod, fake):
     code, out, err = pequod("chat", stdin="/system Speak like a whale.\n/sistem x\n/help\nHello\n")
-    assert code == 0
+    assert code == 1  # of the unknown command
     assert "unknown command /sistem; did you mean /system?" in err
     assert "/clear" in out
     assert len(fake.made.requests) == 1
@@ -419,6 +419,14 @@ def test_an_error_event_after_the_first_text_is_reported(pequod, server, monkeyp
     monkeypatch.setattr(Handler, "events", [{"choices": [{"text": "one"}]}, {"error": {"message": "the end"}}])
     code, out, err = pequod("complete", "--url", server, "--prompt", "Hi")
     assert (code, out, err) == (1, "one", "pequod: the end\n")
+
+
+def test_complete_writes_no_control_characters_to_a_terminal(pequod, server, monkeypatch):
+    monkeypatch.setattr(Handler, "events", [{"choices": [{"text": "\033[31mred"}]}, USAGE])
+    words = ["complete", "--url", server, "--prompt", "Hi"]
+    assert pequod(*words)[1] == "\033[31mred\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert pequod(*words)[1] == "[31mred\n"
 
 
 def test_no_server_is_one_sentence(pequod):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import resource
 import socket
 import subprocess
@@ -206,6 +207,32 @@ def test_the_cache_folder_is_where_the_hub_library_has_it(monkeypatch, tmp_path)
     assert doctor.cache_folder() == Path("/a/hub")
     monkeypatch.setenv("HF_HUB_CACHE", "/b")
     assert doctor.cache_folder() == Path("/b")
+
+
+def test_a_user_without_a_home_directory_has_the_cache_of_the_hub_library(monkeypatch):
+    def none(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", none)
+    assert doctor.cache_folder() == Path("~/.cache/huggingface/hub")
+    assert levels(doctor.disk()).keys() == {"cache", "disk"}
+
+
+def test_the_compiler_is_the_one_that_compiles_the_kernels(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "/bin/true -m64")
+    assert doctor.compiler() == Finding("compiler", "ok", "/bin/true -m64")
+    monkeypatch.setenv("CXX", str(tmp_path / "g++"))
+    assert (doctor.compiler().level, doctor.compiler().fix) == ("warn", "correct or unset CXX")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.compiler() == Finding("compiler", "ok", "none for C++; only building the CPU kernels needs one")
+
+
+async def test_the_engine_of_the_check_has_the_full_length_of_its_model():
+    info, _ = await doctor._generate(Settings())
+    assert info.max_len == 2048 and not [note for note in info.notes if "max_len" in note]
 
 
 def test_a_cache_that_cannot_be_written_and_a_full_disk(monkeypatch, tmp_path):
