@@ -52,6 +52,8 @@ FROM runtime-${DEVICE:-cpu}
 COPY --from=dependencies /opt/pequod /opt/pequod
 COPY --from=builder /opt/install /opt/pequod
 COPY docker/health.py /opt/pequod/health.py
+# A checkout under umask 077 has it for its owner alone.
+RUN chmod 0644 /opt/pequod/health.py
 # The address is set here and not in CMD, so that `docker run IMAGE serve MODEL` is reachable, too.
 ENV PATH=/opt/pequod/bin:$PATH \
     PYTHONUNBUFFERED=1 \

@@ -9,6 +9,11 @@ SUITES ?= openresponses langchain lm-eval vllm sglang guidellm aiperf
 BIN := $(VENV)/bin
 ARGS ?=
 MODEL ?=
+# Recipes read "$$MODEL", because make would split a path with spaces into words.
+export MODEL
+# The command that makes an environment. One without pip is completed: on Debian without python3-venv, venv fails and
+# leaves such a one behind.
+environment = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(1)
 
 .PHONY: help install dev serve test quick lint oracle clients agents conformance sim mutants path wheel-test image-test asan test-gpu clean
 
@@ -17,7 +22,7 @@ help:
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Pequod needs Python 3.11 or newer, this is " + sys.version)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call environment,$(VENV))
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
 	touch $@
 
@@ -32,9 +37,8 @@ dev: $(VENV)/.installed-dev
 
 ## make serve        a server on port 8000 with SmolLM2-135M; MODEL=... serves another; ARGS="--port 8001" passes flags on
 serve: install
-	@model=$(MODEL); if [ -z "$$model" ]; then \
-	    $(BIN)/pequod pull smollm2 >/dev/null && model=smollm2 || model=builtin; fi; \
-	exec $(BIN)/pequod serve $$model $(ARGS)
+	@if [ -z "$$MODEL" ]; then $(BIN)/pequod pull smollm2 >/dev/null && MODEL=smollm2 || MODEL=builtin; fi; \
+	exec $(BIN)/pequod serve "$$MODEL" $(ARGS)
 
 ## make test         all checks and tests
 test: dev
@@ -54,7 +58,7 @@ oracle: dev
 
 # uv, because pip takes very long to find versions of these packages that go together.
 $(CLIENTS)/.installed: tests/clients/requirements.txt
-	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(call environment,$(CLIENTS))
 	$(CLIENTS)/bin/python -m pip install -q --disable-pip-version-check uv
 	$(CLIENTS)/bin/uv pip install -q --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt
 	touch $@
@@ -164,4 +168,4 @@ test-gpu: dev
 
 clean:
 	rm -f engine/kernels/*.so engine/kernels/.lock
-	rm -rf $(VENV) $(CLIENTS) $(WEBUI) $(AGENTS) $(CONFORMANCE)-* build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf engine/kernels/.compiling-* $(VENV) $(CLIENTS) $(WEBUI) $(AGENTS) $(CONFORMANCE)-* build dist .pytest_cache .mypy_cache .ruff_cache

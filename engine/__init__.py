@@ -10,6 +10,7 @@ from .files import LIST_BYTES, read_file, read_json, read_text
 from .grammar import problem as grammar_problem
 from .grammar.trial import GrammarTrial
 from .hub import Folder, fetch
+from .kernels.build import compiler as cpp_compiler
 from .local import LocalEngine
 from .machine_memory import measure as measure_memory
 from .packaged import on_this_machine as packaged_models
@@ -33,6 +34,7 @@ from .types import (
     TokenDelta,
     TokenLogprob,
 )
+from .user_cache import cache_root
 
 __all__ = [
     "LIST_BYTES",
@@ -62,6 +64,8 @@ __all__ = [
     "TokenDelta",
     "TokenLogprob",
     "begin_child",
+    "cache_root",
+    "cpp_compiler",
     "fetch",
     "grammar_problem",
     "measure_memory",

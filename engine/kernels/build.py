@@ -3,9 +3,9 @@ file.
 
 One shared library contains every variant. Its name has a hash of the sources and the compiler's options, so that a
 library of other sources is never loaded. If Pequod was installed with a compiler, the library is beside the sources.
-Otherwise (a checkout that was not installed, changed sources, a compiler installed later) it is compiled in seconds at
-the first start, into the user's cache directory. So is one that cannot be loaded, because it was made on a machine with
-another C library.
+Otherwise (a checkout that was not installed, changed sources, a compiler installed later) it is compiled at the first
+start, which takes up to a few minutes, into the user's cache directory. So is one that cannot be loaded, because it was
+made on a machine with another C library.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
+GUARD = HERE / "guard.py"  # runs the compiler
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 # Instruction set -> its compiler options. AMX is encoded in assembly, so it needs no option.
 VARIANTS = {
@@ -51,7 +53,9 @@ OPTIONS += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-uninitialized", "-W
 LINKED = ["-shared", "-fPIC", "-pthread", "-Wl,--as-needed"]
 # Additional options for the compiler and the linker, for tests under a sanitizer. They are part of the library's hash.
 FLAGS = "PEQUOD_KERNEL_FLAGS"
-COMPILE_S = 1200.0
+COMPILE_S = 1200
+OTHER_CACHE = "set XDG_CACHE_HOME to another folder"
+SCRATCH = ".compiling-"  # begins the names of directories for objects
 
 
 class BuildError(Exception):
@@ -86,6 +90,7 @@ def file_name(*, emulate: str = "") -> str:
 def compile_into(folder: Path, *, emulate: str = "") -> Path:
     """Compile the library into a directory and return its path; the file appears atomically. Raises BuildError.
 
+    The caller holds the directory's lock.
     `emulate`: one of EMULATED, which is then built without its instructions, for tests on processors that lack them.
     That library has this variant alone, with what it calls of the one in BASES.
     """
@@ -95,7 +100,10 @@ def compile_into(folder: Path, *, emulate: str = "") -> Path:
     if command is None:
         raise BuildError("no C++ compiler was found")
     more = shlex.split(os.environ.get(FLAGS, ""))
-    with tempfile.TemporaryDirectory(prefix="pequod-kernels-") as scratch:
+    for abandoned in folder.glob(f"{SCRATCH}*"):  # by a process that was killed
+        shutil.rmtree(abandoned, ignore_errors=True)
+    # In the same directory, because only a rename within one file system is atomic.
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
         objects = {name: f"{scratch}/{name}.o" for name in (_emulating(emulate) if emulate else OBJECTS)}
 
         def one(name: str) -> None:
@@ -108,11 +116,8 @@ def compile_into(folder: Path, *, emulate: str = "") -> Path:
             list(pool.map(one, objects))
         _call([*command, *LINKED, *more, *objects.values(), "-o", f"{scratch}/library.so"])
         target = folder / file_name(emulate=emulate)
-        # Copy it into the directory under another name first: only a rename within one file system is atomic.
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{target.name}.", delete=False) as copy:
-            copy.write(Path(scratch, "library.so").read_bytes())
-        os.chmod(copy.name, 0o755)
-        os.replace(copy.name, target)
+        os.chmod(f"{scratch}/library.so", 0o755)
+        os.replace(f"{scratch}/library.so", target)
     return target
 
 
@@ -142,11 +147,14 @@ def library(*, emulate: str = "", beside: bool = False, broken: Path | None = No
         raise BuildError(reason)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not beside and os.statvfs(folder).f_flag & os.ST_NOEXEC:
+            raise BuildError(f"{folder} is on a file system that is mounted noexec; {OTHER_CACHE}")
         with _locked(folder / ".lock"):
             if folder / name == broken or not (folder / name).is_file():
                 compile_into(folder, emulate=emulate)
     except OSError as error:
-        raise BuildError(f"{folder} cannot be written: {error.strerror}") from None
+        remedy = "" if beside else f"; {OTHER_CACHE}"
+        raise BuildError(f"{folder} cannot be written: {error.strerror}{remedy}") from None
     return folder / name
 
 
@@ -155,8 +163,9 @@ def cache_folder() -> Path:
 
     Machines with different C libraries may share a home, so each version has its own.
     """
-    libc = "".join(platform.libc_ver()) or "other"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pequod" / "kernels" / libc
+    from ..user_cache import cache_root  # not at the head: the install runs this file outside of its package
+
+    return cache_root() / "kernels" / ("".join(platform.libc_ver()) or "other")
 
 
 @contextlib.contextmanager
@@ -170,10 +179,8 @@ def _locked(path: Path) -> Iterator[None]:
 def _call(command: list[str]) -> None:
     # A library that is preloaded here, such as a sanitizer's runtime, is not meant for the compiler.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False, env=environment)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"the compiler {command[0]} did not run: {error}") from None
+    guarded = [sys.executable, "-IS", str(GUARD), str(os.getpid()), str(COMPILE_S), *command]
+    done = subprocess.run(guarded, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
         raise BuildError(f"the compiler {command[0]} failed: {lines[0].strip()}")

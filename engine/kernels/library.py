@@ -246,7 +246,7 @@ def choose(setting: str, device: torch.device, dtype: torch.dtype, *, quantized:
         if build.supported() is not None:
             fix = "use a machine with Linux on x86-64"
         elif build.compiler() is None:
-            fix = "install g++ and start again: they are then compiled, in seconds"
+            fix = "install g++ and start again: the first start then compiles them"
         return Choice(None, f"no CPU kernels ({error}): {lost}", fix)
     have = best_first(features)
     if setting == "auto" and not have:

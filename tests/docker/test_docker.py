@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import http.server
 import itertools
 import json
 import math
@@ -13,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -35,6 +33,7 @@ from server.http.middleware import RequestMiddleware, bare_host
 from server.observability.metrics import Metrics
 from server.settings import FIELDS, PREFIX, Settings
 from tests.docker import image
+from tests.docker.test_health import run as health
 from tests.live import Server, eventually, free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -285,50 +284,14 @@ def test_an_image_that_runs_as_root_is_a_failure(only_docker, capsys):
     assert "failed   it runs as the image's user, who is not root: uid 0\n" in capsys.readouterr().out
 
 
-# The health check
-
-
-class Answers(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response({"/live": 200, "/ready": 503}.get(self.path, 404))
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def answering() -> Iterator[int]:
-    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
-
-
-def health(*paths: str, **environment: str) -> int:
-    # A proxy of the environment must not be asked for the container's own port.
-    env = {"PATH": os.environ["PATH"], "http_proxy": "http://127.0.0.1:9", **environment}
-    return subprocess.run(
-        [sys.executable, DOCKER / "health.py", *paths], env=env, check=False, capture_output=True, timeout=30
-    ).returncode
-
-
-def test_the_health_check_fails_for_a_server_that_does_not_respond(answering):
-    port = str(answering)
-    assert health(PEQUOD_PORT=port) == 0
-    assert health("/live", PEQUOD_PORT=port) == 0
-    assert health("/ready", PEQUOD_PORT=port) == 1
-    assert health("/live", PEQUOD_PORT=str(free_port())) == 1
-    assert health("/live", PEQUOD_PORT=port, PEQUOD_SSL_CERTFILE="/x.pem") == 1  # it answers, but not over TLS
+# The health check, whose own tests are in test_health.py
 
 
 def test_the_image_and_the_compose_file_use_the_health_check_that_is_there():
     words = json.loads(argument("HEALTHCHECK").split("CMD", 1)[1])
     copied = [value.split()[1] for name, value in last_stage() if name == "COPY" and "health.py" in value]
     assert words == ["python", *copied, "/live"]
+    assert ("RUN", f"chmod 0644 {copied[0]}") in last_stage()  # a checkout's file may be its owner's alone
     assert services()["pequod"]["healthcheck"]["test"] == ["CMD", "python", *copied, "/ready"]
 
 
@@ -454,6 +417,11 @@ def alerts() -> dict[str, str]:
 
 
 # The dashboard
+
+
+def test_no_range_is_so_short_that_a_change_falls_between_two_of_them():
+    """The last scrape of one range and the first of the next must be the same, or both miss what happened between."""
+    assert "[$__interval]" not in json.dumps(DASHBOARD)
 
 
 def panels() -> list[dict[str, Any]]:

