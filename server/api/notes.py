@@ -9,7 +9,10 @@ CALL_ID = Field(description="The id of the call that it belongs to, passed to th
 THOUGHT = Field(description="The model's reasoning, passed to the chat template, which may leave it out of the prompt.")
 CACHE = Field(description="Accepted: cached prefixes are found without it.")
 KEPT = Field(description="Accepted, and kept with the item.")
-ITEM_ID = Field(description="The id under which the item is stored and found again; absent: the server makes one.")
+ITEM_ID = Field(
+    description="The id under which the item is stored; absent, or another item of the conversation has it: the server "
+    "makes one."
+)
 ACCOUNTING = Field(description="Accepted for accounting elsewhere.")
 MODEL = Field(description="One of the served names; absent: the first of them. Another name is a 404.")
 STOP = Field(description="Texts that end the output and are not part of it.")

@@ -165,7 +165,8 @@ class ItemReference(Wire):
 
     type: Literal["item_reference"] = "item_reference"
     id: ItemId
-    """The id of an item of the continued conversation, or of another stored response."""
+    """The id of an item of the continued conversation, or one that the server made for an item of another stored
+    response."""
 
 
 def typed(value: Any) -> Any:
@@ -188,7 +189,23 @@ Item = Annotated[
     BeforeValidator(typed),
     RefusedKinds("type", tuple(OTHER_ITEMS.split())),
 ]
-Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+Items = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
+def is_repeat(item: Json, before: dict[str, Json]) -> bool:
+    """Whether an item is an output that the conversation before it, by ids, already has.
+
+    Clients send outputs again by mistake, beside the id of the response that has them. A message of a user stays even
+    then: a client may give all of them one id, and the same text twice can be meant.
+    """
+    earlier = before.get(item.get("id", ""))
+    if earlier is None or earlier["type"] != item["type"] or item.get("role", "assistant") != "assistant":
+        return False
+    if item["type"] == "reasoning":
+        return reasoning_text(item) == reasoning_text(earlier)
+    if item["type"] == "additional_tools":
+        return bool(item["tools"] == earlier["tools"])
+    return as_turns([item]) == as_turns([earlier])
 
 
 def as_turns(items: list[Json]) -> list[Json]:

@@ -91,8 +91,9 @@ class ResponsesRequest(Labels, GenerationFields):
         },
     )
 
-    input: Text | Items
-    """A text, or items: messages, function calls and their outputs, reasoning, additional tools, references."""
+    input: Text | Items | None = None
+    """A text, or items: messages, function calls and their outputs, reasoning, additional tools, references. Absent or
+    no items: only with previous_response_id, and the model goes on from there."""
     instructions: Text | None = None
     """A system message before the input; not carried over to later responses."""
     previous_response_id: ItemId | None = None
@@ -203,14 +204,26 @@ class ResponsesRequest(Labels, GenerationFields):
         """The input as items, in the form in which they are stored."""
         if self._own is not None:
             return self._own
+        if self.input is None:
+            return []
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         return [item.model_dump(exclude_none=True) for item in self.input]
 
     @property
+    def before(self) -> list[Json]:
+        """The conversation that the response continues."""
+        return self._before
+
+    @property
     def items(self) -> list[Json]:
         """The whole conversation before the output."""
         return [*self._before, *self.given]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is neither input nor a response to continue."""
+        return self.input in (None, []) and self.previous_response_id is None
 
     def expand(self, before: list[Json], own: list[Json]) -> None:
         """Set the conversation before the input, and the input with its references replaced."""

@@ -22,8 +22,8 @@ from ...http.openapi import described, events, returned
 from ...state import AppDep
 from .. import conversation
 from ..tools import MAX_TOOLS
-from .items import MAX_ITEMS
-from .request import ResponsesRequest
+from .items import MAX_ITEMS, is_repeat
+from .request import Included, ResponsesRequest
 from .response import ResponsesWriter, item_id, response_of
 from .schema import InputItems, InputTokens, ResponseDeleted, ResponseEvent, ResponseObject
 from .state import Job, ResponsesDep
@@ -67,6 +67,10 @@ STORED: dict[int | str, dict[str, Any]] = {
     **{status: OPENAI_ERRORS[status] for status in (400, 401, 503)},
     404: {**OPENAI_ERRORS[404], "description": "No such response, or not the caller's"},
 }
+INCLUDE_NOTE = "Accepted: a response contains what the request that created it included."
+Include = Annotated[list[Included] | None, Query(max_length=16, description=INCLUDE_NOTE)]
+# The name that OpenAI's Python and JavaScript libraries send.
+IncludeInBrackets = Annotated[list[Included] | None, Query(alias="include[]", max_length=16, description=INCLUDE_NOTE)]
 ONE = returned(ResponseObject, "The response as it is now", STORED)
 
 
@@ -75,6 +79,8 @@ async def create(
     payload: ResponsesBody, app: AppDep, responses: ResponsesDep, caller: UserDep, request: Request
 ) -> Response:
     """Generate a response to a text or a conversation, which may continue a stored one."""
+    if payload.is_empty:
+        raise no_input()
     await resolve(responses.store, caller, payload)
     keep = keeper(responses.store, app.keys.payer(caller), caller, payload)
     write = partial(ResponsesWriter, payload, store=keep)
@@ -96,6 +102,8 @@ async def input_tokens(
     payload: ResponsesBody, app: AppDep, responses: ResponsesDep, caller: UserDep, request: Request
 ) -> InputTokens:
     """Count the tokens of the prompt of such a response, without generating or storing anything."""
+    if payload.is_empty and payload.instructions is None:
+        raise no_input()
     await resolve(responses.store, caller, payload)
     count = await conversation.count_tokens(app, caller, request, payload.model, payload.prompt_source, field="input")
     return InputTokens(input_tokens=count)
@@ -114,11 +122,15 @@ async def retrieve(
     responses: ResponsesDep,
     caller: UserDep,
     stream: bool = False,
+    starting_after: int | None = None,
+    include: Include = None,
+    include_in_brackets: IncludeInBrackets = None,
     include_obfuscation: bool | None = None,
 ) -> Response:
     """Return a stored response as it is now; include_obfuscation is accepted: events are never padded."""
-    if stream:
-        raise invalid("Unsupported field: 'stream'; send the request again until the status is final.", "stream")
+    if stream or starting_after is not None:
+        field = "stream" if stream else "starting_after"
+        raise invalid(f"Unsupported field: '{field}'; send the request again until the status is final.", field)
     return reply((await found(responses.store, caller, response_id)).answer)
 
 
@@ -155,6 +167,8 @@ async def input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: Annotated[str | None, Query(max_length=512)] = None,
+    include: Include = None,
+    include_in_brackets: IncludeInBrackets = None,
 ) -> Response:
     """List the conversation before a response, with what it continues; `after` is the last item of a page."""
     record = await found(responses.store, caller, response_id)
@@ -178,10 +192,16 @@ def keeper(store: Store, payer: str, caller: Caller, payload: ResponsesRequest) 
 
 
 def named(payload: ResponsesRequest, response_id: str) -> list[Json]:
-    """Return the conversation before the output, whose items all have ids."""
-    own = payload.given
-    ids = [item_id(PREFIXES[item["type"]], response_id, index) for index, item in enumerate(own)]
-    return payload.items[: -len(own)] + [{"id": id, **item} for id, item in zip(ids, own, strict=True)]
+    """Return the conversation before the output, whose items all have ids of their own."""
+    items = list(payload.before)
+    taken = {item["id"] for item in items}
+    for index, item in enumerate(payload.given):
+        id = item.get("id")
+        if id is None or id in taken:  # some clients give several items one id
+            id = item_id(PREFIXES[item["type"]], response_id, index)
+        taken.add(id)
+        items.append({**item, "id": id})
+    return items
 
 
 async def found(store: Store, caller: Caller, response_id: str) -> Record:
@@ -190,6 +210,12 @@ async def found(store: Store, caller: Caller, response_id: str) -> Record:
     if record is None:
         raise no_response(response_id)
     return record
+
+
+def no_input() -> ApiError:
+    """Return a 400 for a request without a conversation, in the words of OpenAI."""
+    message = 'One of "input" or "previous_response_id" must be provided.'
+    return invalid(message, "input", "missing_required_parameter")
 
 
 def no_response(response_id: str) -> ApiError:
@@ -206,7 +232,8 @@ async def resolve(store: Store, caller: Caller, payload: ResponsesRequest) -> No
     before: list[Json] = []
     if payload.previous_response_id is not None:
         before = await stored_items(store, caller, payload.previous_response_id)
-    known = {item["id"]: item for item in before}
+    continued = {item["id"]: item for item in before}
+    known = dict(continued)
     own = []
     for index, item in enumerate(payload.given):
         is_reference = item["type"] == "item_reference"
@@ -214,7 +241,7 @@ async def resolve(store: Store, caller: Caller, payload: ResponsesRequest) -> No
     if len(before) + len(own) > MAX_ITEMS:
         message = f"Invalid 'input': the conversation has {len(before) + len(own)} items, and may have {MAX_ITEMS}."
         raise invalid(message, "input")
-    payload.expand(before, own)
+    payload.expand(before, [item for item in own if not is_repeat(item, continued)])
     if len(payload.callables) > MAX_TOOLS:
         raise invalid(f"Invalid 'input': the conversation has more than {MAX_TOOLS} functions.", "input")
 
@@ -275,12 +302,13 @@ def page_of(data: bytes, limit: int, order: str, after: str | None) -> bytes:
     if order == "desc":
         items.reverse()
     if after is not None:
-        ids = (msgspec.json.decode(item, type=Identified).id for item in items)
-        index = next((index for index, id in enumerate(ids) if id == after), None)
+        # The last of its id: in files of earlier versions several may have one, and pages must not repeat.
+        indices = range(len(items) - 1, -1, -1)
+        index = next((i for i in indices if msgspec.json.decode(items[i], type=Identified).id == after), None)
         if index is None:
             raise invalid("Invalid 'after': no item of the response has this id.", "after")
         items = items[index + 1 :]
-    page = listed([decode(item) for item in items[:limit]])
+    page = [listed(decode(item)) for item in items[:limit]]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return msgspec.json.encode(InputItems("list", page, first, last, len(items) > limit))
 
@@ -297,11 +325,10 @@ def all_items(record: Record) -> list[Json]:
     return items
 
 
-def listed(items: list[Json]) -> list[Json]:
-    """Return items as the list of items shows them: a message's text is a list of parts."""
-    return [
-        {**item, "content": [{"type": "input_text", "text": item["content"]}]}
-        if isinstance(item.get("content"), str)
-        else item
-        for item in items
-    ]
+def listed(item: Json) -> Json:
+    """Return an item as the list of items shows it: with a status, and a message's text as a list of parts."""
+    if item["type"] != "additional_tools":
+        item = {"status": "completed", **item}
+    if isinstance(item.get("content"), str):
+        item["content"] = [{"type": "input_text", "text": item["content"]}]
+    return item

@@ -100,10 +100,11 @@ class Shares:
 class Store:
     """Holds at most `max_count` records and `max_bytes` bytes.
 
-    Above that the owner with the largest share loses the record that has been unused for longest. `path` is a file that
-    survives the process and that one server has to itself; None: memory. Raises ConfigError when the file cannot be
-    used. Records whose work was going on when the last process ended are closed by `interrupted`, which takes and
-    returns a response's JSON.
+    Above that the owner with the largest share loses the record that has been unused for longest. Open records are not
+    counted and stay, since a response in progress must be found to be cancelled; admission limits their number. `path`
+    is a file that survives the process and that one server has to itself; None: memory. Raises ConfigError when the
+    file cannot be used. Records whose work was going on when the last process ended are closed by `interrupted`, which
+    takes and returns a response's JSON.
     """
 
     def __init__(
@@ -114,8 +115,8 @@ class Store:
         self._thread: threading.Thread | None = None  # started by the first work for it
         self._wake = threading.Condition()  # the lock of all that both threads use, from here to the blank line
         self._changes: dict[str, Change] = {}  # by id
-        self._unwritten: dict[str, OrderedDict[str, Change]] = {}  # records by owner, the longest unused first
-        self._waiting = Shares(max_count, min(max_bytes, MAX_UNWRITTEN_BYTES))  # of the unwritten
+        self._unwritten: dict[str, OrderedDict[str, Change]] = {}  # closed records by owner, the longest unused first
+        self._waiting = Shares(max_count, min(max_bytes, MAX_UNWRITTEN_BYTES))  # of `_unwritten`
         self._jobs: deque[Callable[[], None]] = deque()
         self._flush_at: float | None = None  # when changes are to be written; None: there are none
         self._failed_at = float("-inf")  # the last attempt; -inf: it succeeded
@@ -126,6 +127,7 @@ class Store:
         self._delay_s = 0.0
         self._stored = Shares(max_count, max_bytes)
         self._moved: list[tuple[str, int, int]] = []  # what the transaction has added to _stored
+        self._has_deleted = False  # the file may still have the text of deleted records
         try:
             self._db = open_database(path)
             try:
@@ -173,7 +175,8 @@ class Store:
                 if change.record is None or change.owner != owner:
                     return None
                 change.used = self._tick()
-                self._unwritten[change.record.share].move_to_end(id)
+                if not change.record.is_open:
+                    self._unwritten[change.record.share].move_to_end(id)
                 return change.record
         return await self._run(lambda: self._read(id, owner))
 
@@ -251,6 +254,8 @@ class Store:
         """Add a record that is not written."""
         assert change.record is not None
         self._changes[change.id] = change
+        if change.record.is_open:
+            return
         share = change.record.share
         self._unwritten.setdefault(share, OrderedDict())[change.id] = change
         self._waiting.add(share, 1, change.record.num_bytes)
@@ -258,7 +263,7 @@ class Store:
     def _forget(self, id: str) -> Change | None:
         """Drop the change of a record and return it, if there is one."""
         change = self._changes.pop(id, None)
-        if change is not None and change.record is not None:
+        if change is not None and change.record is not None and not change.record.is_open:
             share = change.record.share
             self._waiting.add(share, -1, -change.record.num_bytes)
             del self._unwritten[share][id]
@@ -297,6 +302,8 @@ class Store:
                 self._flush()
             if job is not None:
                 job()
+            if self._has_deleted and not self._jobs:  # once after many deletions: it waits for the disk
+                self._erase()
         self._write_changes(self._deadline)
         try:
             self._db.close()
@@ -346,7 +353,8 @@ class Store:
     def _num_pending(self) -> tuple[int, int]:
         """Return the numbers of unwritten records and of unwritten deletions."""
         with self._wake:
-            return self._waiting.count, len(self._changes) - self._waiting.count
+            num_records = sum(change.record is not None for change in self._changes.values())
+            return num_records, len(self._changes) - num_records
 
     def _save(self, change: Change) -> None:
         """Write a change, unless it was replaced by another."""
@@ -357,9 +365,16 @@ class Store:
             self._remove(change.id)
             if change.record is not None:
                 self._insert(change.record, change.used)
+        self._has_deleted |= change.record is None
         with self._wake:
             if self._changes.get(change.id) is change:
                 self._forget(change.id)
+
+    def _erase(self) -> None:
+        """Empty the write-ahead log, which has the text of records that were deleted."""
+        with contextlib.suppress(sqlite3.Error):  # as on a full disk: it is tried again
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self._has_deleted = False
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -381,19 +396,21 @@ class Store:
         size, share = record.num_bytes, record.share
         row = (record.id, record.owner, record.is_open, record.answer, record.items, size, used, share)
         self._db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
-        self._move(share, 1, size)
-        self._trim()
+        if not record.is_open:
+            self._move(share, 1, size)
+            self._trim()
 
     def _remove(self, id: str) -> None:
-        rows = self._db.execute("DELETE FROM responses WHERE id = ? RETURNING share, size", (id,)).fetchall()
-        for owner, size in rows:
-            self._move(owner, -1, -size)
+        rows = self._db.execute("DELETE FROM responses WHERE id = ? RETURNING share, size, is_open", (id,)).fetchall()
+        for owner, size, is_open in rows:
+            if not is_open:
+                self._move(owner, -1, -size)
 
     def _trim(self) -> None:
         """Evict records until both totals are within their limits."""
         while (owner := self._stored.victim()) is not None:
-            oldest = self._db.execute("SELECT id FROM responses WHERE share = ? ORDER BY used LIMIT 1", (owner,))
-            self._remove(oldest.fetchone()[0])
+            query = "SELECT id FROM responses WHERE share = ? AND NOT is_open ORDER BY used LIMIT 1"
+            self._remove(self._db.execute(query, (owner,)).fetchone()[0])
 
     def _has(self, id: str, owner: str) -> bool:
         query = "SELECT 1 FROM responses WHERE id = ? AND owner = ?"

@@ -61,6 +61,7 @@ def prepared(db: sqlite3.Connection) -> sqlite3.Connection:
     try:
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA secure_delete = ON")  # overwrites what is deleted; free pages would keep it
         # After a crash of the machine the last responses may be missing; the file stays whole.
         db.execute("PRAGMA synchronous = NORMAL")
         with db:

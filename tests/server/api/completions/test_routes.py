@@ -110,6 +110,15 @@ async def test_logprobs_are_columns_and_offsets_count_characters(folder):
     assert columns["text_offset"] == sorted(columns["text_offset"])
 
 
+async def test_offsets_count_characters_that_remain_incomplete(folder):
+    whale = ids("🐳")[0]  # its first byte or bytes
+    for said in ([whale, *ids("a"), whale, END], [whale, *ids("a"), whale]):
+        answer = (await ask(folder, COMPLETIONS, {"prompt": "b", "logprobs": 0}, Odds(lambda _, own=said: own))).json()
+        choice = answer["choices"][0]
+        assert choice["text"] == "\ufffda\ufffd"
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3][: len(said)]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["the 🐳;<|user|> sea", ids("the 🐳;<|user|> sea")], ids=["text", "ids"])
 async def test_echo_with_logprobs_joins_those_of_prompt_and_output(folder, prompt, stream):

@@ -77,6 +77,19 @@ async def test_delete_stops_the_work_too(folder):
         assert (await client.get(f"{RESPONSES}/{made['id']}")).status_code == 404
 
 
+async def test_other_responses_do_not_drive_out_one_in_progress(folder):
+    engine = FakeEngine(saying("the whale " * 100, "a", "a", "a"), delay=0.005)
+    async with serving(folder, engine, max_stored_responses=2) as (client, _):
+        made = (await client.post(RESPONSES, json={"input": "the sea", "background": True})).json()
+        await poll(client, made["id"], "in_progress")
+        others = [(await client.post(RESPONSES, json={"input": "a"})).json()["id"] for _ in range(3)]
+        path = f"{RESPONSES}/{made['id']}"
+        assert (await client.get(path)).json()["status"] == "in_progress"
+        assert (await client.get(f"{RESPONSES}/{others[0]}")).status_code == 404
+        assert (await client.post(f"{path}/cancel")).json()["status"] == "cancelled"
+        assert engine.open == []
+
+
 async def test_background_work_that_fails_has_a_reason(folder):
     engine = FakeEngine(saying("the whale and the sea"))
     engine.error_at = (2, "no more")

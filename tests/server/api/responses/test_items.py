@@ -166,10 +166,21 @@ async def test_the_length_of_a_prompt_is_returned_without_generating(folder):
         asked = {**body, "input": "and?", "previous_response_id": first["id"]}
         made = (await client.post(RESPONSES, json=asked)).json()
         counted = await client.post(f"{RESPONSES}/input_tokens", json=asked)
-        wrong = await client.post(f"{RESPONSES}/input_tokens", json={**asked, "input": []})
+        wrong = await client.post(f"{RESPONSES}/input_tokens", json={"model": "fake", "input": []})
+        alone = await client.post(f"{RESPONSES}/input_tokens", json={"model": "fake", "instructions": "Sing."})
     assert counted.json() == {"object": "response.input_tokens", "input_tokens": made["usage"]["input_tokens"]}
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "input")
+    assert 0 < alone.json()["input_tokens"] < first["usage"]["input_tokens"]
     assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize("more", [{}, {"input": []}, {"input": None}, {"instructions": "Sing."}], ids=str)
+async def test_nothing_to_respond_to_is_refused_as_openai_does(folder, more):
+    async with serving(folder) as (client, _):
+        response = await client.post(RESPONSES, json={"model": "fake", **more})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "input", "missing_required_parameter")
+    assert error["message"] == 'One of "input" or "previous_response_id" must be provided.'
 
 
 async def test_conversations_are_not_compacted(folder):

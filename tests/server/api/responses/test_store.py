@@ -137,6 +137,26 @@ async def test_what_waits_to_be_written_is_used_too(make):
         assert await names(store, "one", "two", "three", "four", "five") == ["one", "four", "five"]
 
 
+@pytest.mark.parametrize("is_slow", [False, True], ids=["written", "unwritten"])
+async def test_open_records_stay_and_count_once_they_are_closed(make, is_slow):
+    store = make(count=2)
+    with contextlib.closing(store):
+        is_free = threading.Event()
+        task = await blocked(store, is_free) if is_slow else None
+        for name in ("open", "one", "two", "three"):
+            store.put(record(name, is_open=name == "open"))
+            if not is_slow:
+                await written(store)
+        assert await names(store, "open", "one", "two", "three") == ["open", "two", "three"]
+        store.put(record("open"))
+        if task is not None:
+            is_free.set()
+            await task
+        await written(store)
+        assert await names(store, "open", "one", "two", "three") == ["open", "three"]
+        check_shares(store)
+
+
 async def test_bytes_are_bounded_too(make):
     size = 1000 + len(b"[]") + ROW_BYTES
     store = make(size=3 * size)

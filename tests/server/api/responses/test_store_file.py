@@ -15,7 +15,7 @@ from server.api.responses import store_file
 from server.api.responses.store import Store
 from server.api.responses.store_file import APPLICATION_ID, VERSION, Record
 from server.settings import Settings
-from tests.fakes import FakeEngine
+from tests.fakes import FakeEngine, until
 from tests.server.api.responses.stores import names, record, written
 
 
@@ -67,6 +67,22 @@ async def test_a_killed_process_leaves_a_file_that_opens(tmp_path):
     store = Store(path, 100, 1 << 20)
     with contextlib.closing(store):
         assert await names(store, "one") == ["one"]
+
+
+async def test_what_is_deleted_is_in_no_file_any_more(tmp_path):
+    def files():
+        return b"".join(file.read_bytes() for file in tmp_path.iterdir())
+
+    text = b"the whale " * 1000
+    with contextlib.closing(Store(tmp_path / "store.db", 100, 1 << 20)) as store:
+        for name in ("in the database", "in its log"):
+            store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # moves what is there from the log to the database
+            store.put(record(name)._replace(items=text))
+            await written(store)
+        assert text[:100] in files()
+        for name in ("in the database", "in its log"):
+            assert await store.delete(name, "a") is True
+        await until(lambda: b"whale" not in files())
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

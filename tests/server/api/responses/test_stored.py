@@ -6,6 +6,8 @@ import threading
 import msgspec
 import openai
 import pytest
+from openai.types.responses.response_item_list import ResponseItemList
+from pydantic import TypeAdapter
 
 from server.api.responses import routes
 from server.api.responses.store_file import Record
@@ -26,6 +28,74 @@ async def test_a_conversation_goes_on_whole_but_without_its_instructions(folder)
         "system: Talk.\nuser: the sea\nassistant: the whale\nuser: the ship\n"
         "assistant: the whale\nuser: the end\nassistant: "
     )
+
+
+@pytest.mark.parametrize("more", [{}, {"input": []}, {"input": None}], ids=str)
+async def test_a_conversation_goes_on_without_new_input(folder, more):
+    assert await prompts(folder, {"input": "the sea"}, more, {"input": "the end"}) == (
+        "user: the sea\nassistant: the whale\nassistant: the whale\nuser: the end\nassistant: "
+    )
+
+
+async def test_items_of_a_continued_response_have_ids_of_their_own(folder):
+    async with serving(folder, FakeEngine(saying("the whale"))) as (client, _):
+        last, seen = (await client.post(RESPONSES, json={"input": "the sea"})).json(), []
+        for more in ({}, {"input": []}, {"input": "the end"}):
+            body = {"previous_response_id": last["id"], **more}
+            last = (await client.post(RESPONSES, json=body)).json()
+            page = (await client.get(f"{RESPONSES}/{last['id']}/input_items", params={"order": "asc"})).json()["data"]
+            assert page[: len(seen)] == seen
+            seen = page
+    assert [item["role"] for item in seen] == ["user", "assistant", "assistant", "assistant", "user"]
+    assert len({item["id"] for item in seen}) == 5
+
+
+async def test_outputs_sent_again_are_in_the_conversation_once(folder):
+    engine = FakeEngine(saying(f"<think>hm</think>{CALL}", "It is windy."))
+    async with serving(folder, engine) as (_, app), listening(app) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as sdk:
+            first = await sdk.responses.create(model="fake", input="the weather?", tools=[WEATHER])
+            call = next(item for item in first.output if item.type == "function_call")
+            output = {"type": "function_call_output", "call_id": call.call_id, "output": "wind"}
+            told = []
+            for input in ([output], [*first.output, output]):
+                last = await sdk.responses.create(
+                    model="fake", input=input, previous_response_id=first.id, tools=[WEATHER]
+                )
+                told.append(LIBRARY.decode(engine.requests[-1].prompt_ids))
+                kinds = []
+                async for item in sdk.responses.input_items.list(last.id, limit=1):
+                    kinds.append(item.type)
+                    assert len(kinds) <= 4
+                assert kinds == ["function_call_output", "function_call", "reasoning", "message"]
+            assert told[0] == told[1]
+
+
+async def test_items_of_one_id_are_all_kept_under_different_ids(folder):
+    said = [{"role": role, "id": "msg_1", "content": text} for role, text in (("user", "a"), ("assistant", "the"))]
+    engine = FakeEngine(saying("the whale"))
+    async with serving(folder, engine) as (client, _):
+        first = (await client.post(RESPONSES, json={"input": [*said, *said]})).json()
+        body = {"input": [said[0], {**said[1], "content": "sea"}], "previous_response_id": first["id"]}
+        last = (await client.post(RESPONSES, json=body)).json()
+        path, after, texts = f"{RESPONSES}/{last['id']}/input_items", {}, []
+        for _ in range(7):
+            page = (await client.get(path, params={"limit": 1, "order": "asc", **after})).json()
+            texts += [part["text"] for item in page["data"] for part in item["content"]]
+            after = {"after": page["last_id"]}
+        assert not page["has_more"]
+    assert texts == ["a", "the", "a", "the", "the whale", "a", "sea"]
+    assert LIBRARY.decode(engine.requests[-1].prompt_ids).count("user: a") == 3
+
+
+def test_pages_end_where_a_stored_conversation_repeats_an_id():
+    items = msgspec.json.encode([{"id": id, "type": "message", "content": []} for id in "abac"])
+    after, pages = None, []
+    while not pages or pages[-1]["has_more"]:
+        assert len(pages) < 4
+        pages.append(msgspec.json.decode(routes.page_of(items, 1, "asc", after)))
+        after = pages[-1]["last_id"]
+    assert [page["last_id"] for page in pages] == ["a", "c"]
 
 
 async def test_calls_go_on_with_their_outputs(folder):
@@ -122,7 +192,9 @@ async def test_a_stored_response_is_got_and_deleted(folder):
         made = await client.post(RESPONSES, json={"input": "the sea"})
         path = f"{RESPONSES}/{made.json()['id']}"
         assert (await client.get(path)).json() == made.json()
-        assert (await client.get(path, params={"stream": "true"})).json()["error"]["param"] == "stream"
+        for field, value in (("stream", "true"), ("starting_after", "1")):
+            refused = (await client.get(path, params={field: value})).json()["error"]
+            assert (refused["param"], refused["message"].partition(";")[0]) == (field, f"Unsupported field: '{field}'")
         assert (await client.get(path, params={"colour": "red"})).json()["error"]["param"] == "colour"
         gone = {"id": made.json()["id"], "object": "response", "deleted": True}
         assert (await client.delete(path)).json() == gone
@@ -185,11 +257,43 @@ async def test_input_items_come_in_pages(folder):
         assert (await page(limit="x"))["error"]["message"] == "Invalid 'limit': must be an integer."
 
 
+async def test_input_items_have_what_the_sdk_requires(folder):
+    given = [
+        {"type": "message", "role": "user", "content": "the weather?"},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "wind"},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "a"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "b"},
+        {"type": "additional_tools", "role": "developer", "tools": [WEATHER]},
+        {"type": "function_call", "call_id": "c3", "name": "weather", "arguments": "{", "status": "incomplete"},
+    ]
+    async with serving(folder, FakeEngine(saying("the whale"))) as (client, _):
+        made = (await client.post(RESPONSES, json={"input": given})).json()
+        page = await client.get(f"{RESPONSES}/{made['id']}/input_items", params={"order": "asc"})
+    items = TypeAdapter(ResponseItemList).validate_json(page.content)
+    statuses = [item.get("status") for item in items.to_dict()["data"]]
+    assert statuses == ["completed"] * 5 + [None, "incomplete"]
+
+
+async def test_what_a_response_includes_is_accepted_where_it_is_read(folder):
+    asked = ["message.output_text.logprobs"]
+    async with serving(folder, FakeEngine(saying("the whale"))) as (client, app), listening(app) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as sdk:
+            made = await sdk.responses.create(model="fake", input="the sea")
+            assert await sdk.responses.retrieve(made.id, include=asked) == made
+            assert len([item async for item in sdk.responses.input_items.list(made.id, include=asked)]) == 1
+        for path in (f"{RESPONSES}/{made.id}", f"{RESPONSES}/{made.id}/input_items"):
+            for name in ("include", "include[]"):
+                assert (await client.get(path, params={name: asked})).status_code == 200
+                wrong = await client.get(path, params={name: "everything"})
+                assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, f"{name}.0")
+
+
 def long_record(count=20):
     """A stored response whose conversation is 30 MB of JSON and few tokens."""
     entry = {"token": "the whale" * 30, "logprob": -0.123456, "bytes": [], "top_logprobs": []}
     part = {"type": "output_text", "text": "a", "annotations": [], "logprobs": [entry] * (100_000 // count)}
-    message = {"type": "message", "role": "assistant", "content": [part]}
+    message = {"type": "message", "status": "completed", "role": "assistant", "content": [part]}
     items = [{"id": f"msg_{'0' * 32}{i:04x}", **message} for i in range(count)]
     answer = {"status": "completed", "background": True, "output": []}
     data = msgspec.json.encode(items)
