@@ -64,7 +64,8 @@ class Detokenizer:
         self.include_stop = include_stop
         self.stopped = False
         self.stop: str | None = None  # the stop string that ended the text
-        self.offset = 0  # characters decoded so far, the offset of the next token
+        self.offset = 0  # characters decoded so far
+        self.start = 0  # offset of the first character of the last token
         self._decoder = tokenizer.decoder
         self._hidden = tokenizer.special_ids if hidden is None else hidden
         self._stops = [StopMatcher(stop) for stop in stops if stop]
@@ -81,6 +82,7 @@ class Detokenizer:
         if self.stopped:
             return ""
         self._num_tokens += 1
+        self.start = self.offset
         after = self._after if self._strip or self._after is not None else token_id
         data = None if token_id in self._hidden else self._decoder.piece(token_id, after)
         if data is None:
@@ -91,6 +93,10 @@ class Detokenizer:
             new = self._without_half(new)
         if not new:
             return ""
+        if new[0] == "\ufffd":
+            # It may be an earlier token's incomplete character, which this token has not completed.
+            own = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+            self.start += max(0, len(new) - len(own))
         self.offset += len(new)
         if not self._stops:
             return new
@@ -147,6 +153,6 @@ def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = 
     stream = Detokenizer(tokenizer, hidden=tokenizer.special_ids if skip_special else ())
     offsets = []
     for token_id in ids:
-        offsets.append(stream.offset)
         stream.feed(token_id)
+        offsets.append(stream.start)
     return offsets

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from engine import ConfigError, FairLock, ModelError, read_text
+from engine import ConfigError, ModelError, read_text
 
 from ..http.errors import unavailable
 from .detokenizer import text_offsets
 from .renderer import MAX_CHARACTERS, SWITCHES, Message, Renderer, TemplateError
 from .tokenizer import Tokenizer
+from .worker_thread import WorkerThread
 
 T = TypeVar("T")
 
@@ -22,6 +21,9 @@ T = TypeVar("T")
 # is tokenized before it is refused: unknown characters can be one token, and normalizing can drop characters.
 ORDINARY = 65_536
 CHARACTERS_PER_TOKEN = 4  # roughly, in most languages
+# Of a text that need not fit the context, or as many as fit it if that is more. A request may have as many ids in
+# arrays; millions would hold the thread for a minute.
+MAX_TOKENS = 320_000
 
 
 class RenderOptions(TypedDict, total=False):
@@ -36,41 +38,8 @@ class TextTooLong(Exception):
     """A text does not fit the context; the message is for the client."""
 
 
-class NativePanic(Exception):
-    """A native library has panicked, with an error that is not an Exception."""
-
-
 class Cancelled(Exception):
     """The caller has stopped waiting for this work."""
-
-
-class WorkerThread:
-    """A thread that works for callers in turns."""
-
-    def __init__(self, name: str) -> None:
-        self._lock = FairLock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-
-    async def run(self, caller: str, work: Callable[[], T]) -> T:
-        async with self._lock.turn(caller):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, _guarded, work)
-
-    def begin(self, work: Callable[[], object]) -> None:
-        """Submit work and ignore its result."""
-        self._thread.submit(work)
-
-    def close(self) -> None:
-        """Cancel work that has not started."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def _guarded(work: Callable[[], T]) -> T:
-    try:
-        return work()
-    except Exception:
-        raise
-    except BaseException as error:
-        raise NativePanic(type(error).__name__) from None
 
 
 class Prompts:
@@ -126,11 +95,13 @@ class Prompts:
         return min(MAX_CHARACTERS, max(ORDINARY, self.max_len * self.tokenizer.longest))
 
     async def encode(self, text: str, add_special: bool = True, *, caller: str = "", fits: bool = True) -> list[int]:
-        """Encode a plain prompt. Raises TextTooLong; with `fits` also if only its tokens do not fit the context."""
+        """Encode a plain prompt. Raises TextTooLong.
+
+        `fits`: a long text must fit the context. Otherwise it may have up to MAX_TOKENS tokens if that is more.
+        """
         self._check(text)
         stop = threading.Event()
-        limit = self.max_len if fits else None
-        return await self._run(lambda: self._encode(text, add_special, stop, limit), len(text), caller, stop)
+        return await self._run(lambda: self._encode(text, add_special, stop, fits), len(text), caller, stop)
 
     async def encode_with_offsets(
         self, text: str, add_special: bool = True, *, caller: str = ""
@@ -141,7 +112,7 @@ class Prompts:
 
         def work() -> tuple[list[int], list[int]]:
             if len(text) > ORDINARY:
-                self._encode(text, add_special, stop, self.max_len)  # in pieces, so that it can raise early
+                self._encode(text, add_special, stop)  # in pieces, so that it can raise early
             ids, added = self.tokenizer.encode_marked(text, add_special)
             own = text_offsets(self.tokenizer, [i for i, is_added in zip(ids, added, strict=True) if not is_added])
             # A normalizer may have made the tokens' text longer than the prompt's.
@@ -189,14 +160,13 @@ class Prompts:
     ) -> list[int]:
         """Render and encode a conversation; raises TemplateError and TextTooLong. `fits`: see encode."""
         stop = threading.Event()
-        limit = self.max_len if fits else None
         size = characters([messages, tools, options])
 
         def work() -> list[int]:
             text = self._renderer(size).render(messages, tools, **options)
             self._check(text)
-            # The template has written all special tokens itself.
-            return self._encode(text, False, stop, limit)
+            # The template writes bos and eos itself. Special tokens that users have written are encoded as such, too.
+            return self._encode(text, False, stop, fits)
 
         return await self._run(work, size, caller, stop)
 
@@ -226,8 +196,10 @@ class Prompts:
             self._templates.check()
 
     def start(self) -> None:
-        """Start the process for chat templates, so that the first chat need not wait for it."""
+        """Start the process for chat templates and prepare to split texts, so that no request need wait for them."""
         self._ordinary.begin(self._templates.start)
+        # Reading a large vocabulary holds the GIL for a tenth of a second or more, so not during the first large text.
+        self._large.begin(lambda: self.tokenizer.splitter)
 
     def close(self) -> None:
         """Stop the threads and processes; work that has not started is cancelled."""
@@ -245,20 +217,22 @@ class Prompts:
                 f"has {len(text)} characters, and at most {self.max_characters} can fit."
             )
 
-    def _encode(self, text: str, add_special: bool, stop: threading.Event, limit: int | None) -> list[int]:
-        """Encode a text, on a worker thread. Raises TextTooLong for a large one with more than `limit` tokens."""
+    def _encode(self, text: str, add_special: bool, stop: threading.Event, fits: bool = True) -> list[int]:
+        """Encode a text, on a worker thread. Raises TextTooLong for a large one with too many tokens; see `encode`."""
         if len(text) <= ORDINARY:
             return self.tokenizer.encode(text, add_special)
-        ids: list[int] = []
-        for piece in self.tokenizer.encode_long(text, add_special):
-            ids += piece
+        limit = self.max_len if fits or self.max_len is None else max(MAX_TOKENS, self.max_len)
+
+        def check(num_tokens: int) -> None:
             if stop.is_set():
                 raise Cancelled
-            if limit is not None and len(ids) > limit:
+            if limit is not None and num_tokens > limit:
                 raise TextTooLong(
-                    f"This model's maximum context length is {limit} tokens (--max-model-len), and the prompt has more."
+                    f"This model's maximum context length is {self.max_len} tokens (--max-model-len), and the prompt "
+                    + ("has more." if limit == self.max_len else f"has more than {limit}.")
                 )
-        return ids
+
+        return self.tokenizer.encode_long(text, add_special, check)
 
     async def _run(self, work: Callable[[], T], size: int, caller: str, stop: threading.Event | None = None) -> T:
         """Run work on about `size` characters; `stop` is set if the caller stops waiting. Raises 503."""

@@ -10,6 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 PIECE = 1 << 15  # characters, which are encoded in about ten milliseconds; the next boundary is searched after them
+LOOKAHEAD = 2  # characters after a boundary that its pattern reads
+# A longer piece, which has no boundaries, is first counted in slices.
+MAX_UNCOUNTED, SLICE = 1 << 18, 1 << 16  # characters
+# Tokens that a cut between two slices may add. Most change a word or two; for WordPiece one of more than 100 characters
+# is a single unknown token, and its parts may be a token per character.
+MAX_ADDED = 256
 LEFT = (
     "the", "The", "x", "I", "don't", "(see", "A1b", "1st", "z\n\nthe", "  if", "é", "e\u0301a", "日本a", "HTTPServer",
     "end.", "x);", "a,", "7", "日", "'", "don't  go", "a\tb",
@@ -57,10 +63,31 @@ class TextSplitter:
     def pieces(self, text: str) -> Iterator[str]:
         """Yield pieces of about PIECE characters, or more where the text cannot be split."""
         start = 0
-        while self._cut is not None and (match := self._cut.search(text, start + PIECE)):
-            yield text[start : match.start()]
-            start = match.start() + self._drops_space
+        while (boundary := self._boundary(text, start + PIECE)) is not None:
+            yield text[start:boundary]
+            start = boundary + self._drops_space
         yield text[start:]
+
+    def _boundary(self, text: str, start: int) -> int | None:
+        """Return the first boundary at or after `start`; None if there is none."""
+        if self._cut is None:
+            return None
+        # In windows, because a search holds the GIL: one of 8 MB would stop the event loop for half a second.
+        for window in range(start, len(text), PIECE):
+            if match := self._cut.search(text, window, window + PIECE + LOOKAHEAD):
+                return match.start()
+        return None
+
+
+def minima(encode: Callable[[str], list[int]], piece: str) -> Iterator[int]:
+    """Yield lower bounds of a long piece's number of tokens, which is counted in slices; nothing for a short piece.
+
+    To encode a long piece takes seconds in one call that cannot be interrupted, so it must be known to fit.
+    """
+    least = 0
+    for start in range(0, len(piece) if len(piece) > MAX_UNCOUNTED else 0, SLICE):
+        least += len(encode(piece[start : start + SLICE])) - MAX_ADDED
+        yield least
 
 
 def _is_crossed(kind: Boundary, tokens: list[str]) -> bool:

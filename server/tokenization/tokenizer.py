@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +17,10 @@ from typing import Any
 
 import tokenizers
 
-from engine import LIST_BYTES, ModelError, read_file, read_json, read_text
+from engine import LIST_BYTES, ModelError, cache_root, read_file, read_json, read_text
 
 from ..child import run_python
-from .split import TextSplitter
+from .split import TextSplitter, minima
 
 # Otherwise the library starts a thread per core for batches.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -176,14 +176,22 @@ class Tokenizer:
         """Splits long texts; belongs to the thread that encodes them."""
         return TextSplitter(lambda text: self.encode(text, False), self._library.get_vocab(with_added_tokens=True))
 
-    def encode_long(self, text: str, add_special: bool = True) -> Iterator[list[int]]:
-        """Yield the ids that `encode` returns, in pieces."""
-        ids, special = self.encode_marked("a", add_special)
-        own = [index for index, is_special in enumerate(special) if not is_special] or [len(ids)]
-        yield ids[: own[0]]
+    def encode_long(
+        self, text: str, add_special: bool = True, check: Callable[[int], None] = lambda _: None
+    ) -> list[int]:
+        """Return the ids that `encode` returns, encoded in pieces.
+
+        `check` is called between them with a lower bound of the number of tokens, and may raise an exception.
+        """
+        around, special = self.encode_marked("a", add_special)
+        own = [index for index, is_special in enumerate(special) if not is_special] or [len(around)]
+        ids = around[: own[0]]
         for piece in self.splitter.pieces(text):
-            yield self.encode(piece, False)
-        yield ids[own[-1] + 1 :]
+            for least in minima(lambda part: self.encode(part, False), piece):
+                check(len(ids) + least)
+            ids += self.encode(piece, False)
+            check(len(ids))
+        return ids + around[own[-1] + 1 :]
 
     def encode_marked(self, text: str, add_special: bool = True) -> tuple[list[int], list[bool]]:
         """Encode a text; also returns for each token whether it was added around the text."""
@@ -281,8 +289,7 @@ def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
             f"{folder} has no tokenizer: neither tokenizer.json nor files to make it from "
             "(vocab.json with merges.txt, or tokenizer.model)."
         )
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cached = cache / "pequod" / f"tokenizer-{_fingerprint(folder)}"
+    cached = cache_root() / f"tokenizer-{_fingerprint(folder)}"
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         if not cached.is_dir():

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, model_validator
 
 from ...http.fields import Refused, Wire, clash, refused
-from ...http.openapi import examples
+from ...http.openapi import JsonObject, examples
 from ..chat.request import Messages, TemplateOptions
 from ..completions.request import MAX_PROMPT_IDS
 from ..sampling import ModelName, Text, TokenId
@@ -42,7 +42,7 @@ class TokenizeRequest(TemplateOptions):
         return self
 
 
-class Tokens(Wire):
+class Tokens(JsonObject):
     """Token ids, their number, and the length of the context."""
 
     count: int

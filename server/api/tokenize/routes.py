@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
 
 from ...generation.prepare import as_tools, check_token_ids, refusals
 from ...http.admission import Caller
@@ -12,7 +13,7 @@ from ...http.auth import UserDep
 from ...http.body import body
 from ...http.disconnect import while_connected
 from ...http.errors import OPENAI_ERRORS
-from ...http.openapi import Responses, described
+from ...http.openapi import Responses, described, returned
 from ...loading import LoadedModel
 from ...state import AppDep, AppState
 from ...tokenization.encoder import Prompts
@@ -25,19 +26,21 @@ TokenizeBody = Annotated[TokenizeRequest, Depends(body(TokenizeRequest))]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(body(DetokenizeRequest))]
 TemplateBody = Annotated[TemplateRequest, Depends(body(TemplateRequest))]
 ERRORS: Responses = {status: OPENAI_ERRORS[status] for status in (400, 401, 404, 408, 413, 429, 503)}
+RETURNS = returned(Tokens, "The tokens", ERRORS)
 
 
-@router.post("/tokenize", responses=ERRORS, openapi_extra=described(TokenizeRequest))
-async def tokenize(payload: TokenizeBody, app: AppDep, caller: UserDep, request: Request) -> Tokens:
+@router.post("/tokenize", response_class=Response, responses=RETURNS, openapi_extra=described(TokenizeRequest))
+async def tokenize(payload: TokenizeBody, app: AppDep, caller: UserDep, request: Request) -> Response:
     """Return the token ids of a text, or of a conversation as the chat template renders it."""
     model = loaded(app, payload.model)
-    ids = await while_connected(request, encode(model.prompts, caller, payload))
-    return Tokens(
-        count=len(ids),
-        max_model_len=model.info.max_len,
-        tokens=ids,
-        token_strs=await model.prompts.tokens(ids, caller=caller.flow) if payload.return_token_strs else None,
-    )
+
+    async def work() -> Tokens:
+        ids = await encode(model.prompts, caller, payload)
+        spelt = await model.prompts.tokens(ids, caller=caller.flow) if payload.return_token_strs else None
+        return Tokens(count=len(ids), max_model_len=model.info.max_len, tokens=ids, token_strs=spelt)
+
+    # Encoded here, because a pydantic model of so many tokens would hold the event loop ten times as long.
+    return Response(msgspec.json.encode(await while_connected(request, work())), media_type="application/json")
 
 
 @router.post("/detokenize", responses=ERRORS, openapi_extra=described(DetokenizeRequest))

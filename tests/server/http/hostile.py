@@ -1,7 +1,8 @@
 """What has hurt servers of this kind, or could: requests that must get their 4xx while everybody else is served.
 
-BODIES are JSON requests, each with the status and the `param` of its refusal; RAW are bytes for a socket. New ones are
-added here: tests/server/http/test_hostile.py sends them, benchmarks/hostile.py measures what they cost.
+BODIES are JSON requests, each with the status and the `param` of its refusal; LONG_TEXTS are such requests for a model
+with a long context and a large vocabulary; RAW are bytes for a socket. New ones are added here:
+tests/server/http/test_hostile.py sends them, benchmarks/hostile.py measures what they cost.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.server.grammar.shapes import DEEP
@@ -252,6 +254,35 @@ BODIES = [
     ),
     Body("a long model", CHAT, lambda: {"messages": QUESTION, "model": "a" * 10**6}, "model"),
 ]  # fmt: skip
+
+
+# For a context of 131,072 tokens, each of up to 128 characters: no text of 8 MB is refused by its length alone. Most of
+# these cannot be split into pieces.
+LONG_TEXTS = [
+    Body("one word", COMPLETIONS, lambda: {"prompt": "a" * 7_900_000}, "prompt"),
+    Body("digits", COMPLETIONS, lambda: {"prompt": "1" * 7_900_000, "echo": True}, "prompt"),
+    Body("no spaces", COMPLETIONS, lambda: b'{"prompt": "%s"}' % ("日本語" * 800_000).encode(), "prompt"),
+    Body("one word in a message", CHAT,
+         lambda: {"messages": [{"role": "user", "content": "a" * 7_900_000}]}, "messages"),
+    Body("numbers to spell", "/tokenize", lambda: {"prompt": "ab1 " * 1_900_000, "return_token_strs": True}, "prompt"),
+    Body("numbers to count", f"{RESPONSES}/input_tokens", lambda: {"input": "a1 1 1 1 " * 840_000}, "input"),
+    Body("tags in 4,001 messages", "/apply-template",
+         lambda: {"messages": [{"role": ("user", "assistant")[i % 2], "content": "</think>x" * 100}
+                               for i in range(4001)]}, "messages"),
+]  # fmt: skip
+
+
+def long_context_model(data: Path, folder: Path) -> Path:
+    """Write a model of one small layer with Qwen3's tokenizer, to be served with `--load-format dummy`."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).symlink_to(data / "tokenizers" / "qwen3" / name)
+    config = json.loads((data / "configs" / "qwen3-0.6b" / "config.json").read_text())
+    small = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    written = {**config, **small, **heads, "max_position_embeddings": 131_072}
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder
 
 
 # Odd, and no reason to refuse: answered like any other request, with at most 8 tokens here.

@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from tests.fakes import model_folder, serving
-from tests.live import WAIT_S, PacedServer, eventually
+from tests.live import WAIT_S, PacedServer, Server, eventually
 from tests.paced import CHECK_S
-from tests.server.http.hostile import BODIES, MB, ODD, RAW
+from tests.server.http.hostile import BODIES, LONG_TEXTS, MB, ODD, RAW, Body, long_context_model
 from tests.server.wire import COMPLETIONS
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 1, "seed": 7}
@@ -90,13 +90,34 @@ def undisturbed(server, alone, bystander):
     assert server.client.post(COMPLETIONS, json=SHORT).json()["choices"][0]["text"] == alone[1]
 
 
-@pytest.mark.parametrize("row", BODIES, ids=lambda row: row.name)
-def test_a_bad_body_is_refused_by_name(server, undisturbed, row):
+def check_refused(server: Server, row: Body) -> None:
     headers = {"Content-Type": "application/json", **row.headers}
     answer = server.client.post(row.path, content=row.content, headers=headers)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (row.status, row.param), error
     assert len(answer.content) < 700
+
+
+@pytest.mark.parametrize("row", BODIES, ids=lambda row: row.name)
+def test_a_bad_body_is_refused_by_name(server, undisturbed, row):
+    check_refused(server, row)
+
+
+@pytest.fixture(scope="module")
+def long_context(data, tmp_path_factory):
+    folder = long_context_model(data, tmp_path_factory.mktemp("hostile") / "model")
+    with Server(str(folder), "--load-format", "dummy") as running:
+        yield running
+
+
+@pytest.mark.parametrize("row", LONG_TEXTS, ids=lambda row: row.name)
+def test_a_long_text_is_refused_by_name_where_the_context_is_long(long_context, row):
+    with Bystander(long_context.url) as reading:
+        eventually(lambda: reading.pieces)
+        check_refused(long_context, row)
+        before = reading.pieces
+        eventually(lambda: reading.pieces > before)
+    assert reading.errors == []
 
 
 @pytest.mark.parametrize("more", ODD.values(), ids=ODD.keys())

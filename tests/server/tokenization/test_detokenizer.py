@@ -32,20 +32,27 @@ def run(stream: Detokenizer, ids: Sequence[int]) -> tuple[str, bool, int, list[i
     """Feed, finish, and put together: text, stopped, tokens that count, their offsets."""
     text, offsets = "", []
     for token_id in ids:
-        if not stream.stopped:
-            offsets.append(stream.offset)
+        is_text = not stream.stopped
         text += stream.feed(token_id)
+        if is_text:
+            offsets.append(stream.start)
     return text + stream.finish(), stream.stopped, len(offsets), offsets
 
 
-def visible(tokenizer: Tokenizer, ids: Sequence[int], hidden: frozenset[int], final: bool) -> str:
-    """The whole text of ids; not final: without the character that is still incomplete."""
-    data, after = b"", None
+def pieces(tokenizer: Tokenizer, ids: Sequence[int], hidden: Collection[int]) -> list[bytes]:
+    """The bytes of each token."""
+    found, after = [], None
     for token_id in ids:
         piece = None if token_id in hidden else tokenizer.decoder.piece(token_id, after)
+        found.append(piece or b"")
         if piece is not None:
-            data, after = data + piece, token_id
-    return codecs.utf_8_decode(data, "replace", final)[0]
+            after = token_id
+    return found
+
+
+def visible(tokenizer: Tokenizer, ids: Sequence[int], hidden: Collection[int], final: bool) -> str:
+    """The whole text of ids; not final: without the character that is still incomplete."""
+    return codecs.utf_8_decode(b"".join(pieces(tokenizer, ids, hidden)), "replace", final)[0]
 
 
 def without(prompt: str, whole: str) -> str:
@@ -70,7 +77,12 @@ def slow(
         without(prompt, visible(tokenizer, [*context, *ids[:count]], hidden, final=False))
         for count in range(len(ids) + 1)
     ]
-    offsets = [len(text) for text in texts[:-1]]
+    offsets = []
+    for index, piece in enumerate(pieces(tokenizer, [*context, *ids], hidden)[len(context) :]):
+        # With the characters that remain incomplete, if the token is decoded as if it came after them.
+        closed = without(prompt, visible(tokenizer, [*context, *ids[:index]], hidden, final=True))
+        is_apart = texts[index + 1] == closed + codecs.utf_8_decode(piece, "replace", False)[0]
+        offsets.append(len(closed if is_apart else texts[index]))
     for count in range(1, len(ids) + 1):
         text, known = texts[count], len(texts[count - 1])
         ends = {

@@ -13,9 +13,10 @@ import pytest
 
 from engine import ConfigError
 from server.http.errors import ApiError
-from server.tokenization.encoder import NativePanic, Prompts, TextTooLong, characters
+from server.tokenization.encoder import Prompts, TextTooLong, characters
 from server.tokenization.renderer import TemplateError
 from server.tokenization.tokenizer import Tokenizer
+from server.tokenization.worker_thread import NativePanic
 from tests.toys import byte_fallback
 
 Make = Callable[[str], Tokenizer]
@@ -185,6 +186,13 @@ async def test_cancelled_work_does_not_run(made: Make, monkeypatch: pytest.Monke
         await second
     prompts.close()
     assert seen == ["first"]
+
+
+async def test_the_vocabulary_is_read_for_splitting_before_the_first_large_text(made: Make) -> None:
+    prompts = Prompts(made("byte level"))
+    prompts.start()
+    assert await prompts._large.run("", lambda: "splitter" in vars(prompts.tokenizer))
+    prompts.close()
 
 
 def test_names_count_as_characters_too() -> None:

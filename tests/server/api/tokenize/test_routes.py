@@ -2,6 +2,7 @@
 
 import pytest
 
+from server.tokenization import encoder
 from tests.fakes import FakeEngine, model_folder
 from tests.server.wire import LIBRARY, QUESTION, ask, ids
 
@@ -69,6 +70,30 @@ async def test_bad_input_is_refused_by_name(folder, path, body, param):
     response = await ask(folder, path, body, max_body_bytes=32 << 20)
     assert response.status_code == 400, response.text[:200]
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "more"),
+    [
+        ("/tokenize", "prompt", {}),
+        ("/tokenize", "messages", {}),
+        ("/apply-template", "messages", {}),
+        ("/v1/responses/input_tokens", "input", {}),
+        ("/v1/messages/count_tokens", "messages", {"model": "fake"}),
+    ],
+)
+async def test_a_text_may_be_longer_than_the_context_and_not_without_bounds(folder, monkeypatch, path, field, more):
+    monkeypatch.setattr(encoder, "ORDINARY", 100)
+    monkeypatch.setattr(encoder, "MAX_TOKENS", 1000)
+
+    async def answer(text):
+        given = [{"role": "user", "content": text}] if field == "messages" else text
+        return await ask(folder, path, {field: given, **more})
+
+    assert (await answer("the sea " * 300)).status_code == 200  # 600 tokens; the context has 512
+    refused = await answer("." * 4000)
+    assert refused.status_code == 400
+    assert "the prompt has more than 1000" in refused.json()["error"]["message"]
 
 
 async def test_an_unknown_model_is_404_and_a_loading_one_503(folder):
