@@ -7,7 +7,6 @@ without one, so that no new route is open by accident.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import ipaddress
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -24,15 +23,18 @@ from .errors import unauthorized
 
 Headers = Sequence[tuple[bytes, bytes]]
 
+MAX_SENT_KEYS = 4  # of one request: clients send one, in one or both of the headers, and a proxy may add its own
+
 
 class Keys:
     """The API keys of one server."""
 
     def __init__(self, settings: Settings) -> None:
-        self._keys = {hash_key(key): key.encode() for key in settings.keys}
-        self._weights = {hash_key(key): weight for key, weight in settings.keys.items()}
-        self._metrics_key = settings.metrics_key.get_secret_value().encode() if settings.metrics_key else None
         self._secret = secrets.token_bytes(16)
+        self._keys = {self._lookup_hash(key.encode()): hash_key(key) for key in settings.keys}
+        self._weights = {hash_key(key): weight for key, weight in settings.keys.items()}
+        metrics_key = settings.metrics_key
+        self._metrics_key = self._lookup_hash(metrics_key.get_secret_value().encode()) if metrics_key else None
         self.are_metrics_open = settings.public_metrics or not (self._keys or self._metrics_key)
 
     def identify(self, scope: Scope) -> Caller:
@@ -51,7 +53,7 @@ class Keys:
         if self.are_metrics_open:
             return
         if self._metrics_key is not None:
-            is_valid = any([hmac.compare_digest(sent, self._metrics_key) for sent in sent_keys(headers)])
+            is_valid = any(self._lookup_hash(sent) == self._metrics_key for sent in sent_keys(headers))
         else:
             is_valid = self._digest(headers) is not None
         if not is_valid and any(sent_keys(headers)):
@@ -63,14 +65,12 @@ class Keys:
 
     def _digest(self, headers: Headers) -> str | None:
         """The hash of the key that a request sends, if it is valid."""
-        # Compares all keys, so that the time does not depend on which one matches.
-        matches = [
-            digest
-            for sent in sent_keys(headers)
-            for digest, key in self._keys.items()
-            if hmac.compare_digest(sent, key)
-        ]
-        return matches[-1] if matches else None
+        found = [self._keys.get(self._lookup_hash(sent)) for sent in sent_keys(headers)]
+        return next((digest for digest in reversed(found) if digest is not None), None)
+
+    def _lookup_hash(self, key: bytes) -> bytes:
+        """Hash an API key for comparisons, whose duration reveals nothing as only this process knows the secret."""
+        return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
 
     def payer(self, caller: Caller) -> str:
         """The account for what a caller stores: "" with an API key, otherwise a hash of its address."""
@@ -101,6 +101,7 @@ def address_of(scope: Scope) -> str:
 
 
 def sent_keys(headers: Headers) -> list[bytes]:
+    """The API keys that a request sends; raises 401 if there are more than MAX_SENT_KEYS."""
     keys = []
     for name, value in headers:
         if name == b"x-api-key":
@@ -109,6 +110,8 @@ def sent_keys(headers: Headers) -> list[bytes]:
             scheme, _, key = value.strip().partition(b" ")
             if scheme.lower() == b"bearer":
                 keys.append(key.strip())
+        if len(keys) > MAX_SENT_KEYS:
+            raise unauthorized(f"The request sends more than {MAX_SENT_KEYS} API keys.")
     return keys
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .errors import ApiError, unavailable
 from .middleware import MAX_HEAD, head_too_large
 from .refusals import log_refusal
+from .unsent import LARGE, SLOW_READER, Unsent
 
 # For a complete head, from the connection or the first byte of a later request. Otherwise a client that sends a byte
 # now and then would hold a descriptor forever.
@@ -19,12 +23,19 @@ HEAD_S = 30.0
 # For the rest of a request's body after its response: it is read and discarded until it or the connection ends.
 REST_S = 10.0
 REST_BYTES = 64 << 20
+# Requests that wait for the response to an earlier one. With more, the connection is not read until there are fewer:
+# the system reports a disconnect only to those who read.
+MAX_PIPELINED = 16
 LOCAL = ("127.0.0.1", 0)  # whose X-Forwarded-For is trusted, unless FORWARDED_ALLOW_IPS says otherwise
+
+log = logging.getLogger("pequod")
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol with limits on a request's head and on an unread body, and with our error envelope in the
-    responses that do not come from the app."""
+    """uvicorn's protocol with limits on a request's head, on an unread body and on an unread response, and with our
+    error envelope in the responses that do not come from the app."""
+
+    unsent: Unsent
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,9 +47,13 @@ class Connection(HttpToolsProtocol):
         self.is_parting = False  # the response is complete, and all further bytes are discarded
         self.max_connections, self.limit_concurrency = self.limit_concurrency, None
         self._timer: asyncio.TimerHandle | None = None
+        # Requests without a complete response, in their order: the first one runs. uvicorn knows only the last.
+        self._cycles: deque[RequestResponseCycle] = deque()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport, self)
+        self.unsent = Unsent(transport, self.loop, self._cut_off)
         if self.client is None:  # of a Unix socket, which only this machine reaches, such as a proxy on it
             self.client = LOCAL
         if self.max_connections is not None and len(self.connections) > self.max_connections:
@@ -52,6 +67,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._end_idle()
+        self.unsent.stop()
+        self._disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -61,12 +78,10 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
         if self.is_parting:
             return
-        has_begun = self._in_head
+        self._head_bytes += len(data)  # 0 again where a head begins in it
         self._parse(data)
-        if has_begun and self._in_head and not self.transport.is_closing():
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD:
-                self._refuse(head_too_large())
+        if self._in_head and self._head_bytes > MAX_HEAD and not self.transport.is_closing():
+            self._refuse(head_too_large())
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -100,6 +115,8 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         self.cycle.transport = _CycleTransport(self, self.cycle)
+        self._cycles.append(self.cycle)
+        self.flow.resume_reading()  # uvicorn pauses it for a pipelined request
 
     def _without_upgrade(self) -> bytes:
         """The head of the request without its upgrade, which a server may ignore (RFC 9110, 7.8).
@@ -126,9 +143,33 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._end_idle()
+        self._cycles.popleft()
         super().on_response_complete()
+        self.flow.resume_reading()  # there is one less in the pipeline
         if self.cycle.response_complete and self.cycle.more_body:
             self._begin_rest()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write a part of a response."""
+        self.unsent.write(data)
+        if len(data) > LARGE:
+            Unsent.bound(connection.unsent for connection in self.connections if isinstance(connection, Connection))
+
+    def _cut_off(self) -> None:
+        """Drop a connection whose client does not read."""
+        log.info("cut off a connection whose client does not read")
+        for cycle in self._cycles:
+            cycle.scope["state"][SLOW_READER] = True  # type: ignore[typeddict-item]
+        self._disconnect()
+        self.transport.abort()
+
+    def _disconnect(self) -> None:
+        """End the running request, and forget those that wait for its response."""
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._cycles.clear()
+        self.pipeline.clear()
 
     def part(self) -> None:
         """Close the connection after a response while the client may still be sending.
@@ -196,6 +237,18 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
 
+class _Flow(FlowControl):
+    """Flow control of a connection that is not read while its pipeline is full."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        super().__init__(transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        if len(self._connection.pipeline) < MAX_PIPELINED:
+            super().resume_reading()
+
+
 class _CycleTransport(asyncio.Transport):
     """The transport of one request cycle: closing it does not interrupt a body that is still arriving."""
 
@@ -206,7 +259,7 @@ class _CycleTransport(asyncio.Transport):
         self._transport = connection.transport
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._transport.write(data)
+        self._connection.write(data)
 
     def is_closing(self) -> bool:
         return self._connection.is_parting or self._transport.is_closing()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
@@ -9,8 +10,10 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from server import app as app_module
-from server.http.auth import roles
-from tests.fakes import FakeEngine, model_folder, serving
+from server.http.auth import MAX_SENT_KEYS, roles
+from tests.fakes import FakeEngine, listening, model_folder, serving
+from tests.live import WAIT_S
+from tests.server.http.hostile import head
 
 PUBLIC = {"/live", "/ready", "/health", "/version", "/docs", "/openapi.json", "/", "/webui/{name}"}
 
@@ -106,17 +109,42 @@ async def test_a_key_fits_whole_or_not_at_all(tmp_path, headers, status):
         assert "first-key" not in answer.text
 
 
-async def test_a_path_that_looks_public_opens_nothing(tmp_path):
-    async with serving(model_folder(tmp_path / "m"), api_key=["k"]) as (client, _):
-        for path in (
-            "/v1/models/../../live",
-            "/live/../v1/models",
-            "//v1/models",
-            "/v1/models/",
-            "/v1/models?x=/live",
-        ):
-            answer = await client.get(path)
-            assert answer.status_code in (401, 404) or answer.json().get("state") == "ready", path
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics"])
+async def test_a_request_with_many_keys_is_refused_whatever_they_are(tmp_path, path):
+    async with serving(model_folder(tmp_path / "m"), api_key=["k"], metrics_key="k") as (client, _):
+        for number, status in ((MAX_SENT_KEYS, 200), (MAX_SENT_KEYS + 1, 401), (5000, 401)):
+            headers = [("X-Api-Key", "w")] * (number - 1) + [("Authorization", "Bearer k")]
+            answer = await client.get(path, headers=headers)
+            assert answer.status_code == status
+            if status == 401:
+                assert "more than 4 API keys" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/v1/models/../../live",
+        "/live/../v1/models",
+        "/live/..%2fv1/models",
+        "/live%2f..%2fv1%2fmodels",
+        "/live;/../v1/models",
+        "//v1/models",
+        "/v1/models/",
+        "/v1%2fmodels",
+        "/v1/models?x=/live",
+        "/v1/models#/live",
+        "http://localhost/v1/models",
+        "http://localhost/live/../v1/models",
+    ],
+)
+async def test_a_path_that_looks_public_opens_nothing(tmp_path, target):
+    """On a socket, since a client resolves such a path before it sends it."""
+    async with serving(model_folder(tmp_path / "m"), api_key=["k"]) as (_, app), listening(app) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(head("Connection: close", first=f"GET {target} HTTP/1.1"))
+        answer = await asyncio.wait_for(reader.read(), WAIT_S)
+        writer.close()
+    assert answer.split()[1] in (b"401", b"404"), answer
 
 
 async def test_without_keys_no_request_needs_one(tmp_path):
@@ -134,6 +162,9 @@ async def test_the_metrics_have_a_key_of_their_own(tmp_path):
     async with serving(tmp_path / "m", api_key=["k"]) as (client, _):
         assert (await client.get("/metrics")).status_code == 401, "without a key of their own an API key opens them"
         assert (await client.get("/metrics", headers={"Authorization": "Bearer k"})).status_code == 200
+    async with serving(tmp_path / "m", metrics_key="m") as (client, _):
+        assert (await client.get("/metrics")).status_code == 401, "no API key is needed, but theirs is"
+        assert (await client.get("/metrics", headers={"Authorization": "Bearer m"})).status_code == 200
     async with serving(tmp_path / "m", api_key=["k"], public_metrics=True) as (client, _):
         assert (await client.get("/metrics")).status_code == 200
     async with serving(tmp_path / "m") as (client, _):

@@ -9,12 +9,11 @@ import json
 import httpx
 import pytest
 import uvicorn
-import uvloop
 from fastapi import Request
 
 from server.http.auth import address_of
-from server.http.connection import Connection
-from tests.fakes import FakeEngine, listening, model_folder, serving, until
+from server.http.connection import MAX_PIPELINED, Connection
+from tests.fakes import model_folder, serving, until
 from tests.live import WAIT_S
 from tests.server.http.hostile import MB, head
 from tests.server.wire import COMPLETIONS
@@ -23,27 +22,6 @@ JSON = "Content-Type: application/json"
 READY = head(first="GET /ready HTTP/1.1")
 NOWHERE = "POST /nowhere HTTP/1.1"
 SHORT = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
-
-
-@pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-def sockets(request, tmp_path):
-    """Lets `use(connect, app, engine)` talk to a listening app over bare sockets."""
-
-    def run(use, options=None, **settings):
-        async def main():
-            engine = FakeEngine()
-            async with (
-                serving(model_folder(tmp_path / "m"), engine, **settings) as (_, app),
-                listening(app, **options or {}) as url,
-            ):
-                host, port = url.removeprefix("http://").split(":")
-                await use(lambda: asyncio.open_connection(host, int(port)), app, engine)
-                limits = app.state.pequod.limits
-                await until(lambda: limits.bytes.open == limits.open_choices == 0)
-
-        request.param(main())
-
-    return run
 
 
 @pytest.fixture
@@ -143,16 +121,7 @@ async def test_a_proxy_at_a_unix_socket_says_who_its_clients_are(tmp_path, monke
     assert response.json() == address
 
 
-def test_a_request_whose_head_came_in_two_pieces_is_answered_to_its_end(sockets, monkeypatch):
-    connections = []
-    made = Connection.connection_made
-
-    def noted(self, transport):
-        connections.append(self)
-        made(self, transport)
-
-    monkeypatch.setattr(Connection, "connection_made", noted)
-
+def test_a_request_whose_head_came_in_two_pieces_is_answered_to_its_end(sockets, connections):
     async def use(connect, app, engine):
         whole = head(JSON, f"Content-Length: {len(SHORT)}") + SHORT
         reader, writer = await connect()
@@ -181,6 +150,83 @@ def test_a_half_closed_connection_gets_its_response_and_a_closed_one_is_dropped(
         reader, writer = await connect()
         writer.write(whole * 5)  # pipelined: answered in their order
         for _ in range(5):
+            assert (await read_answer(reader))[0] == 200
+        writer.close()
+
+    sockets(use)
+
+
+# Pipelines
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("num_waiting", [1, 15])
+def test_a_disconnect_ends_the_running_request_and_those_that_wait_for_it(
+    sockets, connections, caplog, stream, num_waiting
+):
+    body = json.dumps({"prompt": "a" * 50, "max_tokens": 400, "ignore_eos": True, "stream": stream}).encode()
+
+    async def use(connect, app, engine):
+        aborts, whole = app.state.pequod.metrics.aborts, head(JSON, f"Content-Length: {len(body)}") + body
+        engine.delay = 0.01
+        reader, writer = await connect()
+        writer.write(whole)
+        await until(lambda: engine.requests)
+        writer.write(whole * num_waiting)
+        await until(lambda: len(connections[0].pipeline) == num_waiting)
+        if stream:
+            await asyncio.wait_for(reader.readuntil(b"data: "), WAIT_S)
+        writer.close()
+        await until(lambda: engine.aborted)
+        await until(lambda: app.state.pequod.limits.open_choices == 0)
+        assert len(engine.requests) == 1
+        assert {cause for cause, counter in aborts.items() if counter._value.get()} == {"disconnect"}
+
+    sockets(use)
+    assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_connection_with_a_full_pipeline_is_read_on_when_there_are_fewer(sockets, connections):
+    whole = head(JSON, f"Content-Length: {len(SHORT)}") + SHORT
+
+    async def use(connect, app, engine):
+        engine.hold()
+        reader, writer = await connect()
+        for count in range(1, MAX_PIPELINED + 2):
+            writer.write(whole)
+            await until(lambda count=count: len(connections[0].pipeline) == count - 1)
+        assert connections[0].flow.read_paused
+        writer.write(whole * 20)
+        engine.let_go()
+        for _ in range(MAX_PIPELINED + 21):
+            assert (await read_answer(reader))[0] == 200
+        assert not connections[0].flow.read_paused
+        writer.close()
+
+    sockets(use)
+
+
+def test_only_the_bytes_of_an_incomplete_head_count_as_its_size(sockets):
+    body = SHORT + b" " * 70_000
+
+    async def use(connect, app, engine):
+        whole = head(JSON, f"Content-Length: {len(body)}") + body
+        reader, writer = await connect()
+        for sent in (whole[:5], whole[5:] + whole[:20], whole[20:]):
+            writer.write(sent)
+            await asyncio.sleep(0.02)  # for it to arrive as one piece
+        for _ in range(2):
+            assert (await read_answer(reader))[0] == 200
+        writer.close()
+
+    sockets(use)
+
+
+def test_headers_of_earlier_requests_do_not_count(sockets):
+    async def use(connect, app, engine):
+        reader, writer = await connect()
+        for _ in range(8):  # 240 kB in all
+            writer.write(head(f"X-Long: {'a' * 30_000}", first="GET /ready HTTP/1.1"))
             assert (await read_answer(reader))[0] == 200
         writer.close()
 

@@ -11,8 +11,10 @@ from starlette.requests import ClientDisconnect
 
 from server.http.disconnect import SOON_S, while_connected
 from server.tokenization import encoder as prompts_module
-from server.tokenization.encoder import ORDINARY, NativePanic, Prompts, TextTooLong
+from server.tokenization.encoder import MAX_TOKENS, ORDINARY, Prompts, TextTooLong
+from server.tokenization.split import MAX_UNCOUNTED, SLICE
 from server.tokenization.tokenizer import Tokenizer
+from server.tokenization.worker_thread import NativePanic
 from tests.fakes import FakeEngine, listening, model_folder, serving, until
 from tests.live import WAIT_S
 from tests.server.wire import COMPLETIONS
@@ -78,12 +80,14 @@ class Gate:
         self.begun, self.go, self.pieces = threading.Event(), threading.Event(), 0
         encode_long = Tokenizer.encode_long
 
-        def slowly(tokenizer, text, add_special=True):
-            for piece in encode_long(tokenizer, text, add_special):
+        def slowly(tokenizer, text, add_special, check):
+            def check_later(num_tokens):
                 self.begun.set()
                 assert self.go.wait(WAIT_S)
                 self.pieces += 1
-                yield piece
+                check(num_tokens)
+
+            return encode_long(tokenizer, text, add_special, check_later)
 
         monkeypatch.setattr(Tokenizer, "encode_long", slowly)
 
@@ -116,6 +120,52 @@ async def test_a_large_text_is_encoded_no_further_than_the_context_goes(made, mo
     assert len(await prompts.encode(text, fits=False)) > 100_000
     with pytest.raises(TextTooLong):
         await prompts.encode_with_offsets(text)
+    prompts.close()
+
+
+@pytest.fixture
+def encoded(monkeypatch) -> list[int]:
+    """The sizes of all texts that are encoded in one call."""
+    sizes: list[int] = []
+    encode = Tokenizer.encode
+
+    def noting(tokenizer, text, add_special=True):
+        sizes.append(len(text))
+        return encode(tokenizer, text, add_special)
+
+    monkeypatch.setattr(Tokenizer, "encode", noting)
+    return sizes
+
+
+WITHOUT_BOUNDARIES = "日本" * MAX_UNCOUNTED
+
+
+async def test_a_text_without_boundaries_is_counted_in_slices_before_it_is_encoded_in_one_call(made, encoded):
+    prompts = Prompts(made("byte level"), max_len=4 * SLICE)
+    with pytest.raises(TextTooLong, match="and the prompt has more"):
+        await prompts.encode(WITHOUT_BOUNDARIES)
+    assert max(encoded) == SLICE
+    assert encoded.count(SLICE) < 4
+    with pytest.raises(TextTooLong, match=f"and the prompt has more than {MAX_TOKENS}"):
+        await prompts.encode(WITHOUT_BOUNDARIES, fits=False)
+    assert max(encoded) == SLICE
+    prompts.max_len = 10**9
+    assert await prompts.encode(WITHOUT_BOUNDARIES) == prompts.tokenizer.encode(WITHOUT_BOUNDARIES)
+    prompts.close()
+
+
+async def test_a_text_without_boundaries_is_not_encoded_once_its_client_is_gone(made, monkeypatch, encoded):
+    gate = Gate(monkeypatch)
+    prompts = Prompts(made("byte level"), max_len=10**9)
+    abandoned = asyncio.create_task(prompts.encode(WITHOUT_BOUNDARIES))
+    await asyncio.to_thread(gate.begun.wait, WAIT_S)
+    abandoned.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await abandoned
+    gate.go.set()
+    await prompts.encode(LARGE)  # on the same thread
+    assert encoded.count(SLICE) == 1
+    assert len(WITHOUT_BOUNDARIES) not in encoded
     prompts.close()
 
 

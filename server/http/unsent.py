@@ -1,0 +1,99 @@
+"""Unsent: the bytes of responses that wait in this process for clients to read, bounded in time and in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import termios
+from collections.abc import Callable, Iterable
+
+WRITE_TIMEOUT_S = 30.0  # for a client that has stopped reading
+# Of all connections together. Whole responses, such as stored ones, have megabytes and are written in one piece.
+MAX_UNSENT = 256 << 20
+LARGE = 64 << 10  # with more than that in the transport, whoever writes in pieces waits
+# Key in the `state` of a request's scope: its connection was cut off because the client does not read.
+SLOW_READER = "slow_reader"
+
+
+class Unsent:
+    """The written bytes of one connection that its client has not read.
+
+    Calls `cut_off` if it reads none for WRITE_TIMEOUT_S. uvicorn only waits before a write, and an idle connection is
+    closed when its last response has been read, so that without this it could stay for as long as the client likes.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, cut_off: Callable[[], None]):
+        self._transport = transport
+        self._loop = loop
+        self._cut_off = cut_off
+        self._is_cut_off = False
+        self._has_tls = transport.get_extra_info("sslcontext") is not None
+        self._num_written = 0
+        self._written_before = 0  # with TLS: of _num_written, what the client has read for certain
+        self._last_write = 0.0
+        self._num_read = 0  # when the timer was started
+        self._timer: asyncio.TimerHandle | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._transport.write(data)
+        self._num_written += len(data)
+        self._last_write = self._loop.time()
+        if self._timer is None:
+            self._watch()
+
+    def num_bytes(self) -> int:
+        """The bytes in this process; at most as many with TLS, whose transport does not count what it has encrypted."""
+        if self._is_cut_off:
+            return 0
+        if not self._has_tls:
+            return self._transport.get_write_buffer_size()
+        if self._in_system() == 0:
+            self._written_before = self._num_written
+        return self._num_written - self._written_before
+
+    def _in_system(self) -> int:
+        """The bytes that the system has not yet sent to the client's; 0 where it does not say."""
+        try:
+            found = fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        except OSError:
+            return 0
+        return int.from_bytes(found, "little")
+
+    def _watch(self) -> None:
+        # With TLS only the close has a limit: 30 s, of the event loop.
+        if not self._has_tls and (num_bytes := self.num_bytes()):
+            # The system takes a megabyte at a time into its own buffer, which a slow client needs minutes to read.
+            self._num_read = self._num_written - num_bytes - self._in_system()
+            self._timer = self._loop.call_later(WRITE_TIMEOUT_S, self._check)
+
+    def _check(self) -> None:
+        num_read, self._timer = self._num_read, None
+        self._watch()
+        if self._timer is not None and self._num_read <= num_read:  # nothing has been read of what was there
+            self.cut_off()
+
+    def cut_off(self) -> None:
+        self._is_cut_off = True
+        self.stop()
+        self._cut_off()
+
+    def stop(self) -> None:
+        """Stop watching, when the connection has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    @staticmethod
+    def bound(connections: Iterable[Unsent]) -> None:
+        """Cut off connections until all together have at most MAX_UNSENT: first whose last write is the longest ago.
+
+        The last of all stays: its client has not had the time to read.
+        """
+        waiting = [(each, num_bytes) for each in connections if (num_bytes := each.num_bytes()) > LARGE]
+        waiting.sort(key=lambda pair: pair[0]._last_write)
+        excess = sum(num_bytes for _, num_bytes in waiting) - MAX_UNSENT
+        for each, num_bytes in waiting[:-1]:
+            if excess <= 0:
+                return
+            excess -= num_bytes
+            each.cut_off()
