@@ -55,6 +55,7 @@ class Sequence:
     first_token: float = 0.0
     last_token: float = 0.0
     preemptions: int = 0
+    num_reported: int = -1  # preemptions in the stats that were last sent; -1: none were sent
     gave_way: bool = False  # it was last preempted for another flow, and not because blocks ran out
     # Of the request; read for every row of every step.
     id: int = field(init=False)
@@ -198,9 +199,10 @@ class Sequence:
         self.num_delivered = length = len(tokens)
         token_ids = (tokens[first],) if first + 1 == length else tuple(tokens[first:])
         self.last_token = now
-        if self.first_token and sampled.logprobs is None:
+        if self.num_reported == self.preemptions and sampled.logprobs is None:
             return TokenDelta(id=self.id, token_ids=token_ids)
-        is_first, self.first_token = not self.first_token, self.first_token or now
+        is_first, has_news = self.num_reported < 0, self.num_reported != self.preemptions
+        self.num_reported, self.first_token = self.preemptions, self.first_token or now
         has_scores = is_first and self.request.params.prompt_logprobs is not None
         return TokenDelta(
             id=self.id,
@@ -208,7 +210,7 @@ class Sequence:
             logprobs=None if sampled.logprobs is None else tuple(sampled.logprobs),
             prompt_logprobs=tuple(self.prompt_logprobs) if has_scores else None,
             # A reader that ends a request at a stop string never sees its last delta.
-            stats=self.stats() if is_first else None,
+            stats=self.stats() if has_news else None,
         )
 
     def terminal_delta(self, reason: str, error: RowError | None, delta: TokenDelta | None) -> TokenDelta:

@@ -120,7 +120,7 @@ class TokenDelta(Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     error: str | None = None  # a sentence, with finish_reason error
     code: ErrorCode | None = None  # with error: its kind, if the response depends on it
     field: str | None = None  # with error: the field of SamplingParams that caused it, if any
-    stats: RequestStats | None = None  # with the first token and with the finish_reason
+    stats: RequestStats | None = None  # with the first token, the first one after a preemption, and the finish_reason
     embedding: bytes | None = None  # the vector of `pooling`, float32, little-endian
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
+import os
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, SupportsIndex, TypeVar, overload
 
 import httpx
 
@@ -31,7 +33,11 @@ from .state import AppState
 T = TypeVar("T")
 Message = Mapping[str, Any]
 Conversation = str | Sequence[Message]  # a text is a conversation of one user message
-Prompt = str | Sequence[int]  # text or token ids
+Prompt = str | Sequence[SupportsIndex]  # text or token ids
+
+CLOSED = "this LLM is closed"
+CONVERSATIONS = "a conversation is a text or a list of messages, and a batch a list of these"
+PROMPTS = "a prompt is a text or a list of token ids, and a batch a list of these"
 
 GROUPS = ("model", "engine")  # of the settings that apply to an LLM
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -50,6 +56,10 @@ class APIError(Exception):
         self.status = status
         self.code: str | None = error.get("code")
         self.param: str | None = error.get("param")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are otherwise unpickled from the message alone, as by the parent of a worker process.
+        return type(self), (self.status, {"message": str(self), "code": self.code, "param": self.param})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +103,9 @@ class LLM:
     list of conversations or prompts is computed as one batch, and the outputs have the same order.
 
     Raises SettingsError, ConfigError or ModelError if the model cannot be loaded, and APIError for a request that is
-    refused or fails. Thread-safe. A context manager; otherwise closed with `close` or the last reference to it, and the
-    child processes end with the program.
+    refused or fails. Thread-safe. A context manager; otherwise closed with `close` or the last reference to it, which
+    may be that of a stream, and the child processes end with the program. Calls raise RuntimeError when it is closed,
+    also those that other threads have under way, and in a process forked from the one that loaded it.
     """
 
     def __init__(self, model: str = "builtin", **options: Any) -> None:
@@ -121,13 +132,10 @@ class LLM:
     def chat(self, messages: Any, *, stream: bool = False, **fields: Any) -> Any:
         """Return the assistant's next message; for a list of conversations, a list; with `stream`, pieces of its text.
 
-        A conversation is a list of messages as in the API, or the text of one user message.
+        A conversation is a list of messages as in the API, one message, or the text of one user message.
         """
-        is_one = isinstance(messages, str) or (len(messages) > 0 and isinstance(messages[0], Mapping))
-        bodies = [
-            {**fields, "messages": [{"role": "user", "content": chat}] if isinstance(chat, str) else list(chat)}
-            for chat in ([messages] if is_one else messages)
-        ]
+        chats, is_one = _requests(messages, lambda part: isinstance(part, Mapping), CONVERSATIONS)
+        bodies = [{**fields, "messages": _conversation(chat)} for chat in chats]
         return self._send(CHAT, bodies, is_one=is_one, stream=stream)
 
     @overload
@@ -138,19 +146,23 @@ class LLM:
     def generate(self, prompt: Prompt, *, stream: Literal[True], **fields: Any) -> Iterator[str]: ...
     def generate(self, prompt: Any, *, stream: bool = False, **fields: Any) -> Any:
         """Return what follows a text or token ids; for a list of prompts, a list; with `stream`, pieces of the text."""
-        is_one = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
-        prompts = [prompt] if is_one else prompt
-        bodies = [{**fields, "prompt": text if isinstance(text, str) else list(text)} for text in prompts]
+        prompts, is_one = _requests(prompt, _is_integer, PROMPTS)
+        bodies = [{**fields, "prompt": _prompt(each)} for each in prompts]
         return self._send(COMPLETIONS, bodies, is_one=is_one, stream=stream)
 
     def _send(self, path: str, bodies: list[dict[str, Any]], *, is_one: bool, stream: bool) -> Any:
-        session = self._session
         if stream:
             if not is_one:
                 raise ValueError("one request can be streamed at a time")
-            return session.iterate(session.stream(path, bodies[0]))
-        outputs = session.call(session.send_all(path, bodies))
+            if bodies[0].get("n") not in (None, 1):
+                raise ValueError("n must be 1 in a stream, which is the text of one choice")
+            return self._stream(path, bodies[0])
+        outputs = self._session.call(self._session.send_all(path, bodies))
         return outputs[0] if is_one else outputs
+
+    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[str]:
+        # A generator of the LLM, so that the last reference to the LLM may be that of a stream.
+        yield from self._session.iterate(self._session.stream(path, body))
 
     def close(self) -> None:
         """End the engine and its process. Safe to call again."""
@@ -170,6 +182,46 @@ def _settings(options: Mapping[str, Any]) -> settings.Settings:
         if name not in known:
             raise SettingsError(f"LLM has no option {name}{hint(name, known)}")
     return load(options).settings
+
+
+def _requests(value: Any, is_part: Callable[[Any], bool], expected: str) -> tuple[list[Any], bool]:
+    """Return the requests of a call, and whether it is a single one. A list of parts is one. Raises TypeError."""
+    if isinstance(value, str | Mapping):
+        return [value], True
+    items = _items(value, expected)
+    is_one = bool(items) and is_part(items[0])
+    return [items] if is_one else items, is_one
+
+
+def _items(value: Any, expected: str) -> list[Any]:
+    """Return the items of a list, tuple or array; raises TypeError."""
+    if not isinstance(value, Iterable) or isinstance(value, bytes | Mapping):
+        raise TypeError(f"{expected}, not {type(value).__name__}")
+    return list(value)
+
+
+def _conversation(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return [value] if isinstance(value, Mapping) else _items(value, CONVERSATIONS)
+
+
+def _prompt(value: Any) -> str | list[int]:
+    if isinstance(value, str):
+        return value
+    ids = _items(value, PROMPTS)
+    if wrong := [each for each in ids if not _is_integer(each)]:
+        raise TypeError(f"token ids are integers, not {type(wrong[0]).__name__}")
+    return [operator.index(each) for each in ids]
+
+
+def _is_integer(value: Any) -> bool:
+    """Whether a value is an integer, such as those of numpy. Arrays have `__index__`, too, which raises TypeError."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 @asynccontextmanager
@@ -200,7 +252,13 @@ class _Session:
 
     def __init__(self, chosen: settings.Settings) -> None:
         self.settings = chosen
+        self._pid = os.getpid()
+        # Held while a call is scheduled, so that none is after the end of the event loop, where it would wait for ever.
+        # Reentrant because garbage collection, which can happen at any time, closes streams and sessions.
+        self._lock = threading.RLock()
+        self._is_closing = False
         self._stack = AsyncExitStack()
+        self._streams: weakref.WeakSet[AsyncGenerator[Any]] = weakref.WeakSet()  # of which a piece has been requested
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pequod", daemon=True)
         self._thread.start()
@@ -208,25 +266,40 @@ class _Session:
     # On the caller's thread
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the session's thread and return its result."""
-        if self._loop.is_closed():
+        """Run a coroutine on the session's thread and return its result. Raises RuntimeError if the LLM is closed."""
+        if os.getpid() != self._pid:
             work.close()
-            raise RuntimeError("this LLM is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            raise RuntimeError("this LLM belongs to the process that was forked; load another one in this process")
+        with self._lock:
+            if self._is_closing:
+                work.close()
+                raise RuntimeError(CLOSED)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:  # also Ctrl-C while this thread waits
+        except BaseException as error:  # also Ctrl-C while this thread waits
             future.cancel()
+            if self._is_closing and isinstance(error, Exception):
+                raise RuntimeError(CLOSED) from None
             raise
 
-    def iterate(self, pieces: AsyncIterator[T]) -> Iterator[T]:
+    def iterate(self, pieces: AsyncGenerator[T]) -> Iterator[T]:
         """Yield the pieces, awaited on the session's thread. Closing the iterator ends the request."""
+        reading: asyncio.Task[Any] | None = None
 
         async def next_piece() -> T | None:
+            nonlocal reading
+            reading = asyncio.current_task()
+            self._streams.add(pieces)
             return await anext(pieces, None)
 
         async def end() -> None:
-            await pieces.aclose()  # type: ignore[attr-defined]
+            # After Ctrl-C, `next_piece` may still run, and if `call` was interrupted early, nothing has cancelled it.
+            if reading is not None and not reading.done():
+                if not reading.cancelling():
+                    reading.cancel()
+                await asyncio.wait([reading])
+            await pieces.aclose()
 
         try:
             while (piece := self.call(next_piece())) is not None:
@@ -234,20 +307,26 @@ class _Session:
         finally:
             # The session's thread no longer runs when the program ends, and cannot wait for itself when its garbage
             # collection closes an iterator. The event loop then closes the pieces.
-            is_own_thread = threading.current_thread() is self._thread
-            if not self._loop.is_closed() and not sys.is_finalizing() and not is_own_thread:
-                self.call(end())
+            if not sys.is_finalizing() and threading.current_thread() is not self._thread:
+                with suppress(Exception):  # it would replace the exception that ends the iteration
+                    self.call(end())
 
     def close(self) -> None:
-        if self._loop.is_closed():
+        if os.getpid() != self._pid:  # in a forked process, which has neither the thread nor the engine
             return
         if threading.current_thread() is self._thread:  # called by the garbage collector; it cannot join itself
             threading.Thread(target=self.close).start()
             return
-        self.call(self._stack.aclose())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        try:
+            asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     # On the session's thread
 
@@ -256,6 +335,19 @@ class _Session:
         self.state, self._client = await self._stack.enter_async_context(running(self.settings))
         model = await self.state.ready()
         self._turns = asyncio.Semaphore(OPEN_PER_SEQUENCE * model.info.max_seqs)
+
+    async def _shut_down(self) -> None:
+        """End the engine, and whatever still runs or waits: also the calls of other threads, which get an error."""
+        try:
+            await self._stack.aclose()
+        finally:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for pieces in list(self._streams):
+                await pieces.aclose()
+            await self._loop.shutdown_asyncgens()
 
     async def send_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[Output]:
         """Return the outputs of these requests; the first failure cancels the others."""
@@ -278,7 +370,7 @@ class _Session:
                     raise error
                 await asyncio.sleep(BUSY_S)
 
-    async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[str]:
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[str]:
         # It takes no turn: its reader may wait for other requests of this LLM before it reads on.
         async with self._client.stream("POST", path, json={**body, "stream": True}) as response:
             if not response.is_success:

@@ -282,9 +282,9 @@ class FakeEngine:
         error: str | None,
         times: tuple[float, float, float, int],
     ) -> TokenDelta:
+        arrived, scheduled, first, count = times
         stats = None
-        if reason:
-            arrived, scheduled, first, count = times
+        if reason or count == len(tokens):  # with the first token, too
             stats = RequestStats(
                 prompt_tokens=len(request.prompt_ids), cached_tokens=0, output_tokens=count, arrived=arrived,
                 scheduled=scheduled, first_token=first, last_token=time.monotonic(),
@@ -294,7 +294,7 @@ class FakeEngine:
         if k is not None:
             logprobs = tuple(TokenLogprob(-0.5, tuple(range(k)), tuple(-0.5 - i for i in range(k))) for _ in tokens)
         scores = None
-        if (k := request.params.prompt_logprobs) is not None and times[3] == len(tokens):  # with the first token
+        if (k := request.params.prompt_logprobs) is not None and count == len(tokens):  # with the first token
             entry = TokenLogprob(-0.25, tuple(range(k)), tuple(-0.25 - i for i in range(k)))
             scores = (entry,) * (len(request.prompt_ids) - 1)
         return TokenDelta(

@@ -116,8 +116,8 @@ class Choice(Reader):
         end: int | None = None  # index of a second call among the parts of one token
         for token_id in ids[:-1] if has_stop_token else ids:
             # One at a time: whether a token is reasoning must not depend on the tokens that arrive with it.
-            offsets.append(self.stream.offset)
             text = self.stream.feed(token_id)
+            offsets.append(self.stream.start)
             was_reasoning = self.parser.is_reasoning
             texts.append(text)
             new_parts = self.parser.feed(text)
@@ -129,9 +129,9 @@ class Choice(Reader):
                 reason, has_stop_token = "stop", False
                 break
         if reason and end is None:
+            rest = self.stream.finish()
             if has_stop_token:
                 offsets.append(self.stream.offset)
-            rest = self.stream.finish()
             texts.append(rest)
             new_parts = self.parser.feed(rest) + self.parser.finish(cut_before=self._cut_before(reason))
             parts += new_parts[: self._second_call(new_parts)]
@@ -288,7 +288,7 @@ class Generation:
             for output in taken:
                 choice = self.choices[output.choice]
                 choice.num_tokens += len(output.token_ids)
-                self.track.delivered(len(output.token_ids), output.choice)
+                self.track.delivered(len(output.token_ids), output.choice, choice.stats)
                 if output.finish_reason:
                     left -= 1
                     reason = "length" if output.finish_reason == "length" else "stop"

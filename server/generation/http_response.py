@@ -17,12 +17,13 @@ from typing import Any
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ..http import sse
 from ..http.admission import Caller
 from ..http.errors import from_exception
 from ..http.openapi import JsonObject
+from ..http.unsent import SLOW_READER, WRITE_TIMEOUT_S
 from ..http.waiting import PATIENT, within
 from ..observability.tracking import RequestTracker
 from ..state import AppState
@@ -31,7 +32,6 @@ from .output import Head, Output, Prompt, TokenText, Usage, Writer
 from .prepare import check_fields, in_time, make_choices, prepare, time_limit
 from .request import GenerationRequest
 
-WRITE_TIMEOUT_S = 30.0  # for a client that has stopped reading
 LEFT_OUT_HEADER = "X-Pequod-Left-Out"
 
 MakeWriter = Callable[[Head, list[Prompt], TokenText], Writer]
@@ -77,7 +77,14 @@ class WholeResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         patience_s = None if PATIENT in (scope.get("extensions") or {}) else WRITE_TIMEOUT_S
-        async with self.generation.running(receive):
+
+        async def watch() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect" and scope["state"].get(SLOW_READER):
+                self.generation.stop(Gone(), "slow_reader")
+            return message
+
+        async with self.generation.running(watch):
             await self.run(scope, receive, partial(patiently, self.generation, send, patience_s))
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:

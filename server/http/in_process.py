@@ -20,17 +20,24 @@ class InProcess(httpx.AsyncBaseTransport):
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+        self._open: set[_Exchange] = set()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return as soon as the head of the response is there. Raises exceptions of the app until then."""
         exchange = _Exchange(request)
         exchange.task = asyncio.create_task(exchange.run(self.app), name="in-process request")
+        self._open.add(exchange)
+        exchange.task.add_done_callback(lambda _: self._open.discard(exchange))
         try:
             status, headers = await exchange.head
         except BaseException:
             await exchange.aclose()
             raise
         return httpx.Response(status, headers=headers, stream=exchange)
+
+    async def aclose(self) -> None:
+        """Disconnect from all responses that have not ended; returns when the app has ended them."""
+        await asyncio.gather(*[exchange.aclose() for exchange in self._open], return_exceptions=True)
 
 
 class _Exchange(httpx.AsyncByteStream):

@@ -36,11 +36,12 @@ class RequestTracker:
         if max_tokens is not None:
             metrics.max_tokens.observe(max_tokens)
 
-    def delivered(self, num_tokens: int, choice: int = 0) -> None:
-        """Record tokens that are being delivered to the client."""
+    def delivered(self, num_tokens: int, choice: int = 0, stats: RequestStats | None = None) -> None:
+        """Record tokens that are being delivered to the client, and the stats that came with them or before."""
         mine, metrics = self.choices[choice], self.metrics
         if num_tokens < 1 or mine.reason is not None:
             return
+        mine.stats = stats
         now = metrics.clock()
         metrics.delivered.num_tokens += num_tokens
         gaps = num_tokens
@@ -89,12 +90,14 @@ class RequestTracker:
         if stats.scheduled:
             mine.queued = max(0.0, stats.scheduled - stats.arrived)
             metrics.queue_seconds.observe(mine.queued)
-        if stats.scheduled and stats.last_token:
+        # The server may end a choice itself, as at a stop string. Its stats are then older than its last token.
+        last_token = mine.last if mine.tokens > stats.output_tokens else stats.last_token
+        if stats.scheduled and last_token:
             # An embedding has no first token: all of its time is prefill.
-            metrics.prefill_seconds.observe(max(0.0, (stats.first_token or stats.last_token) - stats.scheduled))
+            metrics.prefill_seconds.observe(max(0.0, (stats.first_token or last_token) - stats.scheduled))
             if stats.first_token:
-                metrics.decode_seconds.observe(max(0.0, stats.last_token - stats.first_token))
-            metrics.inference_seconds.observe(max(0.0, stats.last_token - stats.scheduled))
+                metrics.decode_seconds.observe(max(0.0, last_token - stats.first_token))
+            metrics.inference_seconds.observe(max(0.0, last_token - stats.scheduled))
 
     def aborted(self, cause: str) -> None:
         """End all open choices, for one of ABORT_CAUSES."""
@@ -104,7 +107,7 @@ class RequestTracker:
         self.cause = cause if cause in ABORT_CAUSES else "error"
         self.metrics.aborts[self.cause].inc()
         for choice in still_open:
-            self.finished("error" if self.cause == "error" else "abort", None, choice)
+            self.finished("error" if self.cause == "error" else "abort", self.choices[choice].stats, choice)
 
     def close(self) -> None:
         """End open choices as disconnected, for a `finally`: otherwise all have ended before."""
@@ -152,5 +155,6 @@ class _Choice:
     last: float = 0.0
     gaps: array[float] = field(default_factory=lambda: array("f"))
     queued: float | None = None
+    stats: RequestStats | None = None  # the latest, for a choice that is aborted
     has_begun: bool = False
     reason: str | None = None

@@ -178,8 +178,9 @@ def test_the_last_in_order_is_preempted_and_is_first_in_line():
     while driver.step():
         pass
     assert driver.ends() == {"a": "length", "b": "length", "c": "length"}
-    stats = {driver.names[d.id]: d.stats for d in driver.deltas if d.stats}
-    assert stats["b"].preemptions == 1 and stats["b"].output_tokens == 12
+    stats = [d.stats for d in driver.deltas if d.stats and driver.names[d.id] == "b"]
+    assert [each.preemptions for each in stats] == [0, 1, 1], "first token, first one after the preemption, last one"
+    assert stats[-1].output_tokens == 12
 
 
 def test_the_victim_under_priority_is_the_least_important():

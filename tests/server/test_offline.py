@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import logging
+import pickle
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 import pequod
@@ -62,6 +67,29 @@ def test_prompts_may_be_token_ids(llm: LLM) -> None:
     assert [each.text for each in llm.generate([ids, ids], max_tokens=4, temperature=0)] == [one.text] * 2
 
 
+def test_token_ids_may_be_integers_and_arrays_of_numpy(llm: LLM) -> None:
+    ids = tokens(llm, "Once upon a time")
+    text = llm.generate(ids, max_tokens=4, temperature=0).text
+    for prompt in (tuple(ids), np.array(ids), [np.int32(each) for each in ids]):
+        assert llm.generate(prompt, max_tokens=4, temperature=0).text == text
+    assert [each.text for each in llm.generate(np.array([ids, ids]), max_tokens=4, temperature=0)] == [text] * 2
+
+
+def test_a_single_message_is_a_conversation(llm: LLM) -> None:
+    output = llm.chat({"role": "user", "content": QUESTION}, temperature=0)
+    assert output.text == llm.chat(QUESTION, temperature=0).text
+
+
+@pytest.mark.parametrize("value", [None, 5, b"text"])
+def test_what_is_neither_text_nor_list_is_refused_with_a_sentence(llm: LLM, value: Any) -> None:
+    with pytest.raises(TypeError, match=r"a conversation is a text or a list of messages, .* not"):
+        llm.chat(value)
+    with pytest.raises(TypeError, match=r"a prompt is a text or a list of token ids, .* not"):
+        llm.generate(value)
+    with pytest.raises(TypeError, match="token ids are integers, not float"):
+        llm.generate([1, 2.5])
+
+
 def test_every_field_of_the_api_takes_effect(llm: LLM) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}
     format = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**schema, "additionalProperties": False}}}
@@ -79,7 +107,17 @@ def test_a_refused_request_says_what_is_wrong(llm: LLM) -> None:
         llm.generate(["a", [10**9]], max_tokens=1)
     with pytest.raises(ValueError, match="one request"):
         llm.generate(["a", "b"], stream=True)
+    with pytest.raises(ValueError, match="n must be 1"):
+        llm.generate("a", n=2, stream=True)
     assert llm.generate("a", max_tokens=1).completion_tokens == 1
+
+
+def test_an_error_is_the_same_in_the_parent_of_a_worker_process(llm: LLM) -> None:
+    with pytest.raises(APIError) as refused:
+        llm.chat(QUESTION, temperature=9)
+    for error in (pickle.loads(pickle.dumps(refused.value)), copy.copy(refused.value)):
+        assert (type(error), str(error)) == (APIError, str(refused.value))
+        assert (error.status, error.code, error.param) == (400, "invalid_value", "temperature")
 
 
 def test_a_stream_may_be_read_slowly_and_is_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +172,71 @@ def test_an_open_stream_may_be_collected_as_garbage_on_the_thread_of_the_llm(llm
     assert within(30, lambda: llm.generate("a", max_tokens=1)).completion_tokens == 1
 
 
+def test_ctrl_c_ends_a_stream_with_keyboard_interrupt(llm: LLM) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    ended = []
+
+    async def pieces() -> AsyncGenerator[str]:
+        yield "one"
+        try:
+            signal.pthread_kill(main, signal.SIGINT)
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(9):  # like the end of a request, it takes longer than one round of the event loop
+                await asyncio.sleep(0)
+            ended.append(True)
+
+    stream = llm._session.iterate(pieces())
+    assert next(stream) == "one"
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert ended == [True], "only then is the caller free to send the next request"
+    assert list(stream) == []
+
+
+def test_a_stream_keeps_its_llm_open() -> None:
+    before = threading.enumerate()
+    text = "".join(LLM().chat("What is 7 + 5?", temperature=0, stream=True))
+    assert "12" in text
+    assert not [each for each in threading.enumerate() if each.name == "pequod" and each not in before], "it is closed"
+
+
+def test_close_ends_the_calls_of_other_threads_and_unread_streams(caplog: pytest.LogCaptureFixture) -> None:
+    llm = LLM()
+    is_waiting = threading.Event()
+
+    async def wait() -> None:
+        is_waiting.set()
+        await asyncio.Event().wait()
+
+    def generate() -> None:
+        while True:
+            llm.generate("a", max_tokens=2)
+
+    streams = [llm.generate("a", max_tokens=400, ignore_eos=True, stream=True) for _ in range(5)]
+    for stream in streams:
+        next(stream)
+    calls = [started(lambda: llm._session.call(wait())), *[started(generate) for _ in range(4)]]
+    assert is_waiting.wait(60)
+    within(60, llm.close)
+    for call in calls:
+        assert str(call.exception(60)) == "this LLM is closed"
+    for stream in streams:
+        with pytest.raises(RuntimeError, match="closed"):
+            list(stream)
+    del streams, stream
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 def within(seconds: float, work: Callable[[], Any]) -> Any:
     """Run work in a thread and return its result; a TimeoutError instead of waiting for ever."""
+    return started(work).result(seconds)
+
+
+def started(work: Callable[[], Any]) -> Future[Any]:
+    """Run work in a thread."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -145,7 +246,7 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future.result(seconds)
+    return future
 
 
 @pytest.mark.parametrize(
@@ -202,6 +303,32 @@ def test_a_program_ends_while_a_stream_is_unfinished(end: str) -> None:
     assert (done.returncode, last) == ((1, ["ValueError: a bug"]) if end else (0, []))
 
 
+FORKED = """
+import os, sys
+from pequod import LLM
+
+with LLM() as llm:
+    stream = llm.generate("a", max_tokens=30, ignore_eos=True, temperature=0, stream=True)
+    first = next(stream)
+    child = os.fork()
+    if not child:
+        for work in (lambda: llm.chat("a"), lambda: next(stream)):
+            try:
+                work()
+            except RuntimeError as error:
+                print(error, flush=True)
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    print(first + "".join(stream) == llm.generate("a", max_tokens=30, ignore_eos=True, temperature=0).text)
+"""
+
+
+def test_a_forked_process_is_refused_and_does_not_disturb_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=240, check=False)
+    refusal = "this LLM belongs to the process that was forked; load another one in this process"
+    assert done.stdout.splitlines() == [refusal, refusal, "True"], done.stderr
+
+
 # The transport
 
 
@@ -251,6 +378,22 @@ async def test_an_app_learns_that_its_client_has_gone():
 
     await ask(app, work)
     assert seen == ["http.disconnect"]
+
+
+async def test_a_closed_client_disconnects_from_the_responses_that_nobody_reads():
+    seen = []
+
+    async def app(scope, receive, send):
+        await receive()
+        await start(send)
+        await send({"type": "http.response.body", "body": b"piece", "more_body": True})
+        seen.append((await receive())["type"])
+
+    async def work(client):
+        return await client.send(client.build_request("GET", "/"), stream=True)
+
+    unread = await ask(app, work)
+    assert (unread.status_code, seen) == (200, ["http.disconnect"])
 
 
 @pytest.mark.parametrize("begins", [False, True])

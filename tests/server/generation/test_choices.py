@@ -67,6 +67,8 @@ async def test_disconnect_aborts_the_engine_requests(folder, stream, n):
         await until(lambda: app.state.pequod.limits.open_choices == 0)
         assert await metric(client, "pequod:request_aborts_total", cause="disconnect") == 1
         assert await metric(client, "vllm:request_success_total", finished_reason="abort") == n
+        if stream:  # a token has come, and with it the time in the queue
+            assert await metric(client, "vllm:request_queue_time_seconds_count") >= 1
 
 
 async def test_disconnect_aborts_queued_engine_requests(folder):
