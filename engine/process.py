@@ -24,7 +24,8 @@ def spawn(module: str, fd: int, *arguments: str) -> subprocess.Popen[bytes]:
     The child imports this package from the same path as the parent, and its environment has no SECRETS. It imports
     nothing from the current directory, which may be an untrusted model folder.
     """
-    path = os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, [os.getenv("PYTHONPATH")])])
+    given = os.getenv("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, given)])  # an empty one is the cwd
     environment = {name: value for name, value in os.environ.items() if name.upper() not in SECRETS}
     # The child inherits the mask: until `begin_child`, Ctrl-C would print a traceback of its imports.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

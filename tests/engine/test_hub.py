@@ -255,3 +255,13 @@ def test_the_type_of_a_gguf_file_may_follow_the_name(site, tmp_path):
         assert json.loads(found["config.json"])["quantization_config"]["types"] == ["Q8_0"]
         assert revision == COMMITS["main"]
     assert site.fetch("ours/gguf:Q5_K_M", **offline) == "ours/gguf has no GGUF file of the type Q5_K_M"
+
+
+def test_the_type_of_a_gguf_file_to_download_may_be_written_in_small_letters(site, tmp_path, monkeypatch):
+    for kind in (Type.Q4_0, Type.Q8_0):
+        monkeypatch.setitem(FILES, f"tiny-{kind.name}.gguf", write(tmp_path / kind.name, kind).read_bytes())
+    for kind in ("q8_0", "Q8_0"):
+        found, revision = site.fetch(f"ours/open:{kind}", XDG_CACHE_HOME=str(tmp_path / "cache"))
+        assert json.loads(found["config.json"])["quantization_config"]["types"] == ["Q8_0"]
+        assert revision == COMMITS["main"]
+    assert not [path for path, _ in site.asked if path.endswith(("Q4_0.gguf", ".safetensors"))]

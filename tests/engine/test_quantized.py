@@ -451,6 +451,8 @@ def group(**changes: Any) -> dict[str, Any]:
         (AUTO_GPTQ | {"packing_format": "auto_round:exllamav2"}, "the format auto_round:exllamav2; auto_round:auto"),
         (AUTO_GPTQ | {"data_type": "mx_fp"}, "numbers of the type mx_fp"),
         (AUTO_GPTQ | {"extra_config": {"model.layers.0": {"bits": 8}}}, "settings that differ from weight to weight"),
+        (AUTO_GPTQ | {"extra_config": {"model.layers.0": {"sym": False}}}, "settings that differ from weight to"),
+        (AUTO_GPTQ | {"extra_config": {"model.layers.0": {"group_size": 16}}}, "settings that differ from weight to"),
         (AUTO_GPTQ | {"extra_config": {"a": 1}}, "extra_config of quantization_config must be an object of objects"),
         ({"quant_method": "awq", "bits": 8}, "weights of 8 bits are not supported, 4 are"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "the format gemv"),

@@ -16,6 +16,12 @@ def test_a_key_in_each_line_with_its_weight(tmp_path):
     assert Settings(api_key=["given"], api_key_file=file).keys == {"given": 1.0, **read_keys(file)}
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xef\xbb\xbffirst weight=2\r\nsecond\r\n")
+    assert read_keys(file) == {"first": 2.0, "second": 1.0}
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -1,5 +1,6 @@
 """Custom tools in chat completions: their calls, whole and streamed, what the prompt says of them, and bad input."""
 
+import itertools
 import json
 
 import openai
@@ -121,6 +122,15 @@ async def test_the_input_streams_as_one_delta_after_the_name(folder):
         {"index": 0, "custom": {"input": MENDED}},
     ]
     assert seen[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("per_delta", [1, 7])
+async def test_the_input_comes_before_the_text_that_follows_it(folder, per_delta):
+    """In the order of the model's output, since clients may show a call as complete when text comes after it."""
+    seen = chunks((await answer(folder, f"Look. {call_of('a')} Done.", per_delta=per_delta, stream=True)).text)
+    deltas = [choice["delta"] for chunk in seen for choice in chunk["choices"]]
+    kinds = ["tool_calls" if "tool_calls" in delta else "text" for delta in deltas if delta.keys() - {"role"}]
+    assert [kind for kind, _ in itertools.groupby(kinds)] == ["text", "tool_calls", "text"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
+from engine import StepStats
 from server.observability import line_writer as lines_module
 from server.observability.line_writer import LineWriter
 from server.observability.logs import StepLog
@@ -110,6 +113,21 @@ def _request():
     from engine import EngineRequest, SamplingParams
 
     return EngineRequest(id=1, prompt_ids=(1, 2, 3), params=SamplingParams(max_tokens=5))
+
+
+async def test_the_step_log_has_a_line_for_each_step_that_computed_something(tmp_path):
+    steps: list[StepStats] = []
+    engine = FakeEngine()
+    engine.on_step.append(steps.append)
+    async for _ in engine.generate(_request()):
+        pass
+    log = StepLog(tmp_path / "steps")
+    for rows in (((1, 7),), (), ((1, 1),)):  # the second one as after an abort between two steps
+        log.write(replace(steps[0], rows=rows))
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
+    assert [line["rows"] for line in lines] == [[[1, 7]], [[1, 1]]]
+    assert lines[0].keys() == set(StepStats.__struct_fields__)
 
 
 def test_a_handler_that_fails_to_format_costs_one_line(capsys):
