@@ -58,7 +58,7 @@ def find(name: str) -> Path | None:
     spec = importlib.util.find_spec(package.module)  # does not import the package
     places = [Path(place).parent for place in (spec.submodule_search_locations or ())] if spec else []
     files = [place / package.file for place in places] + [_cached(package)]
-    return next((file for file in files if file.is_file()), None)
+    return next((file for file in files if os.path.isfile(file)), None)
 
 
 def pull(name: str) -> Path:

@@ -26,14 +26,21 @@ def order(policy: str, served: Callable[[Sequence], float]) -> Callable[[Sequenc
 
 
 def crowd(
-    running: Iterable[Sequence], key: Callable[[Sequence], tuple], may_yield: Callable[[Sequence], bool]
+    running: Iterable[Sequence],
+    key: Callable[[Sequence], tuple],
+    may_yield: Callable[[Sequence], bool],
+    starved: Sequence,
 ) -> list[Sequence]:
-    """Return what flows run besides one sequence each, as far as it may yield, in the order of preemption."""
+    """Return the sequences that make way for a starved one if they may, in the order of preemption.
+
+    These are what flows run besides one sequence each, and what has passed the starved one: it then waits at most for
+    those that ran when it was first held up, and not for their successors.
+    """
     last_first = sorted(running, key=key, reverse=True)
     left = Counter(seq.flow for seq in last_first)
     found = []
     for seq in last_first:
-        if left[seq.flow] > 1 and may_yield(seq):
+        if (left[seq.flow] > 1 or seq.passed == starved.id) and may_yield(seq):
             left[seq.flow] -= 1
             found.append(seq)
     return found

@@ -156,7 +156,7 @@ class Scheduler:
         starved = self.waiting.starved(self.running)
         if starved is None or self._can_start(starved):
             return True
-        victims = crowd(self.running, self._order, partial(self._yields_to, other=starved))
+        victims = crowd(self.running, self._order, partial(self._yields_to, other=starved), starved)
         if not self._can_start(starved, without=set(victims)):
             return True  # in vain
         for victim in victims:
@@ -174,10 +174,12 @@ class Scheduler:
 
     def _can_start(self, seq: Sequence, without: Set[Sequence] = frozenset()) -> bool:
         """Return whether the limits and the blocks allow a waiting sequence to start now, or if those did not run."""
+        hits = self.cache.match(seq)
+        if hits is None:  # it waits for another one to compute its prefix
+            return True
         if len(self.running) - len(without) >= self.limits.max_seqs:
             return False
-        hits = self.cache.match(seq)
-        return hits is None or self._fits(seq, hits, self._promised(without) - self.cache.freed(without, hits))
+        return self._fits(seq, hits, self._promised(without) - self.cache.freed(without, hits))
 
     def _promised(self, without: Set[Sequence] = frozenset()) -> int:
         """Return the number of blocks that running sequences still need for the tokens that they have."""
@@ -264,24 +266,24 @@ class Scheduler:
             self._cohort = {seq.id for seq in list(self.waiting)[: self.limits.max_seqs]}
         promised = self._promised()
         running = {seq.flow for seq in self.running}
-        is_held_up = False
+        held_up: Sequence | None = None
         for seq in self.waiting.in_turn(running):
             if budget <= 0 or len(self.running) >= self.limits.max_seqs:
                 break
-            if is_held_up and seq.flow not in running:  # others make way as soon as that helps, see `_make_way`
-                continue
             if self._cohort and seq.id not in self._cohort:  # of another flow: members of the cohort may follow
                 continue
             hits = self.cache.match(seq)
             if hits is None:  # a running sequence is filling the block that this one needs next
                 continue
             if not self._fits(seq, hits, promised):
-                if seq.flow in running or self.config.policy == "static":
+                if seq.flow in running or seq.lacked_blocks or self.config.policy == "static":
                     break
-                is_held_up = True
+                held_up = held_up or seq  # others may pass it: they make way as soon as that lets it start
                 continue
             count = self._score(seq, min(seq.most - self.cache.num_tokens(seq, hits), budget, share))
             self._start(seq, hits)
+            seq.passed = None if held_up is None else held_up.id
+            running.add(seq.flow)
             grown = self._grow(seq, count, chosen)
             assert grown, "an admitted sequence found no blocks"
             promised += self.cache.lacking(seq, len(seq.tokens))

@@ -57,6 +57,7 @@ class Sequence:
     preemptions: int = 0
     num_reported: int = -1  # preemptions in the stats that were last sent; -1: none were sent
     gave_way: bool = False  # it was last preempted for another flow, and not because blocks ran out
+    passed: int | None = None  # when it last started: the id of the first sequence in turn, for which blocks lacked
     # Of the request; read for every row of every step.
     id: int = field(init=False)
     flow: str = field(init=False)
@@ -68,6 +69,11 @@ class Sequence:
         self.num_delivered = len(self.tokens)
         self.id, self.flow, self.prompt_len = self.request.id, self.request.flow, len(self.request.prompt_ids)
         self.is_plain = self.pooling is None and self.request.params.prompt_logprobs is None
+
+    @property
+    def lacked_blocks(self) -> bool:
+        """Whether it was last preempted because blocks ran out."""
+        return self.preemptions > 0 and not self.gave_way
 
     @property
     def is_scored(self) -> bool:

@@ -55,8 +55,8 @@ class WaitingQueue:
     def in_turn(self, running: set[str]) -> Iterator[Sequence]:
         """Iterate in the order in which the sequences may start; each may be removed when it is reached.
 
-        running: the flows that run sequences. First are sequences that were preempted because blocks ran out, then
-        flows that run nothing, then the flow that has been served least.
+        running: the flows that run sequences. First are flows that run nothing, among these sequences that were
+        preempted because blocks ran out, then the flow that has been served least.
         """
         queues = {flow: iter(list(queue)) for flow, queue in self._queues.items()}
         if self._service.num_flows <= 1:
@@ -77,16 +77,14 @@ class WaitingQueue:
                 heappush(claims, self._claim(following, running))
 
     def starved(self, running: Iterable[Sequence]) -> Sequence | None:
-        """Return the next sequence of a flow that is not among those of `running`, if there are others."""
+        """Return the next sequence in turn if its flow is not among those of `running`, which are others."""
         if not self._queues or self._service.num_flows < 2:
             return None
         flows = {seq.flow for seq in running}
-        claims = (self._claim(queue[0], flows) for flow, queue in self._queues.items() if flows and flow not in flows)
-        first = min(claims, default=None)
-        return None if first is None else self._queues[first[-1]][0]
+        first = min(self._claim(queue[0], flows) for queue in self._queues.values())[-1]
+        return self._queues[first][0] if flows and first not in flows else None
 
     def _claim(self, seq: Sequence, running: set[str]) -> Claim:
         """Return the key by which the first sequences of the flows are sorted."""
         flow = seq.request.flow
-        is_first = seq.preemptions > 0 and not seq.gave_way
-        return self.priority(seq), not is_first, flow in running, self._service.of(flow), seq.arrival, flow
+        return self.priority(seq), flow in running, not seq.lacked_blocks, self._service.of(flow), seq.arrival, flow

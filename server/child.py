@@ -14,7 +14,8 @@ def child_environment() -> dict[str, str]:
 
     The child imports nothing from the current directory, which may be an untrusted model folder.
     """
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]))
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, given)])  # an empty entry is the directory
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -31,7 +32,7 @@ def folder_of(path: Path) -> Path:
         key = hashlib.sha256(repr((FORMAT, stats)).encode()).hexdigest()[:24]
         name = Path(key, model_name(path))
         folders = [cache_folder() / name, temporary_folder() / name]
-        found = next((folder for folder in folders if folder.is_dir() and is_converted(folder)), None)
+        found = next((folder for folder in folders if os.path.isdir(folder) and is_converted(folder)), None)
         return found or _converted(path, *folders)
     except OSError as error:
         detail = f"{error.strerror}: {error.filename}" if error.strerror else str(error)

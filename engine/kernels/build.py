@@ -141,7 +141,7 @@ def library(*, emulate: str = "", beside: bool = False, broken: Path | None = No
     name = file_name(emulate=emulate)
     folder = HERE if beside else cache_folder()
     for path in (HERE / name, folder / name):
-        if path.is_file() and path != broken:
+        if os.path.isfile(path) and path != broken:
             return path
     if reason := supported():
         raise BuildError(reason)

@@ -12,11 +12,11 @@ from engine.gguf.folder import folder_of, is_converted
 from tests.engine.test_gguf import write
 
 
-@pytest.fixture
-def read_only(tmp_path, monkeypatch) -> Path:
+@pytest.fixture(params=["file", "x" * 300], ids=["a file", "a path that cannot be looked at"])
+def read_only(tmp_path, monkeypatch, request) -> Path:
     """Return the temporary directory of a user whose cache directory cannot be created."""
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / request.param))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     return tmp_path / "tmp"

@@ -229,15 +229,47 @@ def test_nothing_makes_way_in_vain_and_others_go_on_until_it_helps():
     assert set(driver.ends().values()) == {"length"} and len(driver.ends()) == len(driver.names)
 
 
-def test_a_flow_that_runs_nothing_does_not_pass_one_that_is_held_up():
-    """Otherwise flows of one short request each could keep x from starting for ever."""
-    driver = Driver(num_blocks=24, max_len=96, max_seqs=8)
-    driver.add("a", 40, 6, flow="1").add("b", 4, 3, flow="2")
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_who_passes_one_that_is_held_up_makes_way_for_it(policy):
+    """A busy flow always runs something, and with its successors could keep x from starting for ever."""
+    driver = Driver(num_blocks=100, max_len=400, max_seqs=16, max_batched_tokens=256, policy=policy)
+    for name in "abc":
+        driver.add(name, 120, 20, flow="busy", priority=1)
+        driver.step()
+    driver.add("x", 320, 2, flow="large").add("y", 4, 1, flow="small", priority=1)
+    assert "y" in driver.step(), "it may pass"
+    while "x" not in driver.ends():
+        while sum(seq.flow == "busy" for seq in driver.scheduler.by_id.values()) < 3:
+            driver.add(chr(1000 + len(driver.names)), 120, 20, flow="busy", priority=1)
+        driver.step()
+        assert len(driver.ends()) < 8, "x waits for more than those that ran when it came"
+
+
+def test_a_starved_flow_comes_before_what_a_busy_one_had_to_give_up():
+    """The next sequence of `busy` lacked blocks and still does; that must not keep x, which fits, from starting."""
+    driver = Driver(num_blocks=12, max_len=48, max_seqs=8)
+    for name in "ab":
+        driver.add(name, 16, 30, flow="busy")
+    while not driver.scheduler.counters.preempted:
+        driver.step()
+    assert [driver.names[seq.id] for seq in driver.scheduler.waiting] == ["b"]
+    driver.add("x", 4, 1, flow="new")
+    assert "x" in driver.step()
+
+
+def test_nothing_makes_way_for_one_that_waits_for_its_prefix():
+    """x and C begin alike; x starts when C has computed that."""
+    driver = Driver(num_blocks=200, max_len=400, max_seqs=3, max_batched_tokens=16)
+    prompt = list(range(1, 121))
+    for name in "ab":
+        driver.add(name, 4, 200, flow="busy")
     driver.step()
-    driver.add("x", 60, 1, flow="large").add("c", 4, 1, flow="3")
-    assert set(driver.step()) == {"a", "b"}
-    order = started(driver)
-    assert order.index("x") < order.index("c")
+    driver.add("C", prompt, 200, flow="other")
+    driver.step()
+    driver.add("x", prompt, 1, flow="new")
+    while "x" not in driver.ends():
+        driver.step()
+    assert driver.scheduler.counters.preempted == 1
 
 
 def test_one_running_request_of_each_flow_is_never_pushed_out():

@@ -437,6 +437,7 @@ class WatchedScheduler(Scheduler):
         self.batched: set[int] = set()
         self.charged: set[int] = set()  # sequences whose prompt was charged
         self.made_way = 0  # sequences that this step preempted for another flow
+        self.favored: Sequence | None = None  # for which this step has preempted
         self.held_up: set[str] = set()  # flows whose next sequence finds too few blocks in this step
         self.flight: Batch | None = None  # the last step, until it is collected
 
@@ -467,6 +468,8 @@ class WatchedScheduler(Scheduler):
         check_batch(self, batch, set(before), for_want_of_blocks, self.batched, done=done)
         if self.counters.preempted == preempted:
             self._check_turns(before)
+        if self.favored is not None and not for_want_of_blocks:
+            assert self.favored in self.running, "sequences were preempted in vain"
         for row in batch.rows:
             closed_at = self.world.closed.get(row.seq_id)
             late_s = 0.0 if closed_at is None else self.world.loop.now - closed_at
@@ -482,9 +485,7 @@ class WatchedScheduler(Scheduler):
         before = self.counters.preempted
         has_made_way = super()._make_way()
         self.made_way = self.counters.preempted - before
-        if self.made_way and has_made_way:
-            starved = self.waiting.starved(self.running)
-            assert starved is not None and self._can_start(starved), "sequences were preempted in vain"
+        self.favored = self.waiting.starved(self.running) if self.made_way and has_made_way else None
         self.held_up.clear()
         return has_made_way
 

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import SecretStr
 
 from ... import settings
 from ...child import child_environment
@@ -126,41 +128,51 @@ class Child:
         self._folder.cleanup()
 
 
-def pequod(model: str, flags: Sequence[str], keys: Mapping[str, str] | None = None) -> Child:
-    """Start a Pequod on a free port; its step log is `steps.jsonl` in its folder. `keys` are environment variables."""
+def pequod(model: str, flags: Sequence[str], variables: Mapping[str, str] | None = None) -> Child:
+    """Start a Pequod on a free port; its step log is `steps.jsonl` in its folder."""
     port = free_port()
     command = [sys.executable, "-m", "server", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--step-log", "{folder}/steps.jsonl", *flags]
-    return Child(command, f"http://127.0.0.1:{port}", "/ready", environment() | dict(keys or {}))
+    return Child(command, f"http://127.0.0.1:{port}", "/ready", environment() | dict(variables or {}))
 
 
 def flags(loaded: Loaded) -> list[str]:
-    """Return settings as flags of `pequod serve`, from wherever they come, but neither keys nor addresses to listen on.
+    """Return settings as flags of `pequod serve`, from wherever they come, but for those of `variables`.
 
-    So a configuration file need not be read again, which may have such addresses.
+    So a configuration file need not be read again, which may have addresses to listen on.
     """
     words: list[str] = []
-    for name, source in loaded.sources.items():
-        if source == "default" or name in settings.SECRET or name in ("model", *LISTENING):
-            continue
-        kind, flag, value = settings.shape(name)[0], settings.flag(name), getattr(loaded.settings, name)
+    for name, value in _given(loaded):
+        kind, flag = settings.shape(name)[0], settings.flag(name)
         if kind is bool:
             words.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            words += [flag, *map(str, value if kind is list else [value])]
+        elif kind is not list and name not in settings.SECRET:
+            words.append(f"{flag}={value}")  # in one word, as a value may begin with a hyphen
     return words
 
 
-def keys(loaded: Loaded) -> dict[str, str]:
-    """Return the keys among the settings as environment variables: all users and results see a command line."""
-    variables = {}
-    for name in sorted(settings.SECRET):
-        if loaded.sources[name] != "default":
-            value = getattr(loaded.settings, name)
-            is_list = isinstance(value, list)
-            text = json.dumps([key.get_secret_value() for key in value]) if is_list else value.get_secret_value()
-            variables[settings.PREFIX + name.upper()] = text
-    return variables
+def variables(loaded: Loaded) -> dict[str, str]:
+    """Return the keys and the lists among the settings as environment variables.
+
+    All users and results see a command line, and a list of flags can neither be empty nor have commas in its values.
+    """
+    found = {}
+    for name, value in _given(loaded):
+        if name in settings.SECRET or settings.shape(name)[0] is list:
+            text = json.dumps([_plain(each) for each in value]) if isinstance(value, list) else str(_plain(value))
+            found[settings.PREFIX + name.upper()] = text
+    return found
+
+
+def _given(loaded: Loaded) -> Iterator[tuple[str, Any]]:
+    """Yield the settings that are not defaults, without addresses to listen on."""
+    for name, source in loaded.sources.items():
+        if source != "default" and name not in ("model", *LISTENING):
+            yield name, getattr(loaded.settings, name)
+
+
+def _plain(value: Any) -> Any:
+    return value.get_secret_value() if isinstance(value, SecretStr) else value
 
 
 def environment() -> dict[str, str]:

@@ -17,7 +17,7 @@ from ..machine import cpu_facts
 from .client import Ask, Target, connect
 from .figures import notes, spread, summarize
 from .load import Prompts, Run, run
-from .processes import Child, flags, keys, peak_bytes, pequod
+from .processes import Child, flags, peak_bytes, pequod, variables
 from .show import Result
 from .steps import Step, StepLog
 
@@ -131,7 +131,7 @@ async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
             # A new seed each time: the server may have cached the prompts of an earlier measurement.
             seed = random.randrange(2**31) if values.seed is None else values.seed
         else:
-            child = pequod(values.model, flags(loaded), keys(loaded))
+            child = pequod(values.model, flags(loaded), variables(loaded))
             stack.callback(child.stop)
             task = progress.add_task(f"starting {values.model}", total=None)
             await child.ready(START_S)

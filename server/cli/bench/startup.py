@@ -12,7 +12,7 @@ from . import options
 from .client import connect
 from .figures import Figures, spread
 from .load import Prompts
-from .processes import flags, keys, peak_bytes, pequod
+from .processes import flags, peak_bytes, pequod, variables
 from .session import START_S, bar, machine
 from .show import Result, report, spread_table
 
@@ -69,7 +69,7 @@ async def once(arguments: argparse.Namespace) -> Figures:
     loaded = settings_from(arguments)
     values = loaded.settings
     async with contextlib.AsyncExitStack() as stack:
-        child = pequod(values.model, flags(loaded), keys(loaded))
+        child = pequod(values.model, flags(loaded), variables(loaded))
         stack.callback(child.stop)
         port, ready = await child.ready(START_S)
         target = await connect(child.url, values.names[0], values.first_key, ask=False, is_own=True)

@@ -207,7 +207,10 @@ def _check_model_is_first(arguments: argparse.Namespace) -> None:
         last = [words[-1][-1] for words in occurrences if len(words) > 1 and words[-1]]
         if any(word in MODELS or HUB_ID.fullmatch(word) or os.path.exists(word) for word in last):
             flag = settings.flag(name)  # the word may be a key, so it is not in the message
-            raise UsageError(f"MODEL comes before {flag}, whose last value looks like a model: name the model first")
+            raise UsageError(
+                f"MODEL comes before {flag}, whose last value looks like a model: name the model first, or repeat "
+                f"{flag} before each value"
+            )
 
 
 def chat_model() -> str:

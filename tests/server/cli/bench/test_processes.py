@@ -9,7 +9,7 @@ import pytest
 
 from server.cli.bench import processes
 from server.cli.bench.client import connect
-from server.cli.bench.processes import Child, environment, flags, keys
+from server.cli.bench.processes import Child, environment, flags, variables
 from server.cli.commands import Failure, Parser, bench, settings_from
 from server.settings_sources import Loaded
 from tests.server.cli.bench.test_client import Other
@@ -46,23 +46,31 @@ def settings_of(*argv: str) -> Loaded:
 
 
 def test_settings_reach_the_server_that_is_started():
-    found = flags(settings_of("builtin", "--dtype", "bfloat16", "--no-enable-prefix-caching", "--ignore-fields", "a,b"))
-    assert found == ["--dtype", "bfloat16", "--no-enable-prefix-caching", "--ignore-fields", "a", "b"]
+    loaded = settings_of("builtin", "--dtype", "bfloat16", "--no-enable-prefix-caching", "--ignore-fields", "a,b")
+    assert flags(loaded) == ["--dtype=bfloat16", "--no-enable-prefix-caching"]
+    assert variables(loaded) == {"PEQUOD_IGNORE_FIELDS": '["a", "b"]'}
 
 
 def test_keys_reach_it_in_the_environment_and_not_in_its_command(tmp_path):
     (tmp_path / "keys").write_text("canary-d\n")
     loaded = settings_of("builtin", "--api-key", "canary-a,canary-b", "--api_key", "canary-c", "--api-key-file",
                          str(tmp_path / "keys"))  # fmt: skip
-    assert flags(loaded) == ["--api-key-file", str(tmp_path / "keys")]
-    assert keys(loaded) == {"PEQUOD_API_KEY": json.dumps(["canary-a", "canary-b", "canary-c"])}
+    assert flags(loaded) == [f"--api-key-file={tmp_path / 'keys'}"]
+    assert variables(loaded) == {"PEQUOD_API_KEY": json.dumps(["canary-a", "canary-b", "canary-c"])}
 
 
 def test_keys_of_a_configuration_file_reach_it_the_same_way(tmp_path):
     (tmp_path / "my.toml").write_text('api_key = ["canary-a"]\nmetrics_key = "canary-b"\n')
     loaded = settings_of("--config", str(tmp_path / "my.toml"))
     assert flags(loaded) == []
-    assert keys(loaded) == {"PEQUOD_API_KEY": '["canary-a"]', "PEQUOD_METRICS_KEY": "canary-b"}
+    assert variables(loaded) == {"PEQUOD_API_KEY": '["canary-a"]', "PEQUOD_METRICS_KEY": "canary-b"}
+
+
+def test_lists_reach_it_as_they_are(tmp_path):
+    (tmp_path / "my.toml").write_text('allowed_hosts = []\nserved_model_name = ["a,b", "-c"]\n')
+    loaded = settings_of("--config", str(tmp_path / "my.toml"))
+    assert flags(loaded) == []
+    assert variables(loaded) == {"PEQUOD_ALLOWED_HOSTS": "[]", "PEQUOD_SERVED_MODEL_NAME": '["a,b", "-c"]'}
 
 
 def test_no_address_to_listen_on_reaches_it(monkeypatch, tmp_path):
@@ -72,11 +80,11 @@ def test_no_address_to_listen_on_reaches_it(monkeypatch, tmp_path):
     addresses = {"uds": "p.sock", "ssl_certfile": "cert.pem", "ssl_keyfile": "key.pem", "step_log": "steps.jsonl"}
     lines = [f'{name} = "{tmp_path / file}"' for name, file in addresses.items()]
     path.write_text("\n".join([*lines, 'host = "0.0.0.0"', "port = 1", "block_size = 32"]))
-    assert flags(settings_of("--config", str(path))) == ["--block-size", "32"]
+    assert flags(settings_of("--config", str(path))) == ["--block-size=32"]
     monkeypatch.setenv("PEQUOD_CONFIG", str(path))
     for name, file in addresses.items():
         monkeypatch.setenv(f"PEQUOD_{name.upper()}", str(tmp_path / file))
-    assert flags(settings_of()) == ["--block-size", "32"]
+    assert flags(settings_of()) == ["--block-size=32"]
     assert not [name for name in environment() if name.startswith("PEQUOD_")]
 
 
