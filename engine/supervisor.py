@@ -169,7 +169,7 @@ class ProcessEngine(Client):
             await asyncio.sleep(WATCH_S)
             late_s = time.monotonic() - due
             if late_s > PAUSE_S:
-                self.status.heartbeat += late_s
+                self.status.heartbeat = min(time.monotonic(), self.status.heartbeat + late_s)
                 self._paused_s += late_s
             silent_s = time.monotonic() - self.status.heartbeat
             stalled_s = self.status.stalled_s + silent_s - self._paused_s if self.status.stalled_s else 0.0

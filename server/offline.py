@@ -216,7 +216,9 @@ def _prompt(value: Any) -> str | list[int]:
 
 
 def _is_integer(value: Any) -> bool:
-    """Whether a value is an integer, such as those of numpy. Arrays have `__index__`, too, which raises TypeError."""
+    """Whether a value is an integer, such as those of numpy and tensors without dimensions."""
+    if getattr(value, "ndim", 0):
+        return False
     try:
         operator.index(value)
     except TypeError:
@@ -260,7 +262,7 @@ class _Session:
         self._stack = AsyncExitStack()
         self._streams: weakref.WeakSet[AsyncGenerator[Any]] = weakref.WeakSet()  # of which a piece has been requested
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="pequod", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="pequod", daemon=True)
         self._thread.start()
 
     # On the caller's thread
@@ -321,14 +323,17 @@ class _Session:
             if self._is_closing:
                 return
             self._is_closing = True
-        try:
-            asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        ending = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
+        # The loop then ends by itself, also if Ctrl-C ends the wait for it.
+        ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        ending.result()
+        self._thread.join()
 
     # On the session's thread
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     async def open(self) -> None:
         """Start the engine and wait until it is loaded."""

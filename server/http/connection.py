@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from .errors import ApiError, unavailable
 from .middleware import MAX_HEAD, head_too_large
 from .refusals import log_refusal
-from .unsent import LARGE, SLOW_READER, Unsent
+from .unsent import SLOW_READER, Unsent
 
 # For a complete head, from the connection or the first byte of a later request. Otherwise a client that sends a byte
 # now and then would hold a descriptor forever.
@@ -24,7 +24,7 @@ HEAD_S = 30.0
 REST_S = 10.0
 REST_BYTES = 64 << 20
 # Requests that wait for the response to an earlier one. With more, the connection is not read until there are fewer:
-# the system reports a disconnect only to those who read.
+# the system reports a disconnect only to those who read. Nor is it while more than 64 KiB of a waiting body are here.
 MAX_PIPELINED = 16
 LOCAL = ("127.0.0.1", 0)  # whose X-Forwarded-For is trusted, unless FORWARDED_ALLOW_IPS says otherwise
 
@@ -40,7 +40,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = False
-        self._head_bytes = 0  # of an incomplete head, without the chunk that it began in
+        self._head_bytes = 0  # of an incomplete head, without the chunk that it began in; between heads, of bodies
         self._header_bytes = 0  # of names and values, also of the trailers of a chunked body
         self._rest_bytes: int | None = None  # received of a body after its response; None: there is no such body
         self._plain_head: bytes | None = None  # parsed instead of the head of an upgrade request: without the upgrade
@@ -117,6 +117,7 @@ class Connection(HttpToolsProtocol):
         self.cycle.transport = _CycleTransport(self, self.cycle)
         self._cycles.append(self.cycle)
         self.flow.resume_reading()  # uvicorn pauses it for a pipelined request
+        self.unsent.look()
 
     def _without_upgrade(self) -> bytes:
         """The head of the request without its upgrade, which a server may ignore (RFC 9110, 7.8).
@@ -152,12 +153,10 @@ class Connection(HttpToolsProtocol):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write a part of a response."""
         self.unsent.write(data)
-        if len(data) > LARGE:
-            Unsent.bound(connection.unsent for connection in self.connections if isinstance(connection, Connection))
 
-    def _cut_off(self) -> None:
-        """Drop a connection whose client does not read."""
-        log.info("cut off a connection whose client does not read")
+    def _cut_off(self, reason: str) -> None:
+        """Drop a connection whose client does not read, or not fast enough."""
+        log.info("cut off a connection %s", reason)
         for cycle in self._cycles:
             cycle.scope["state"][SLOW_READER] = True  # type: ignore[typeddict-item]
         self._disconnect()

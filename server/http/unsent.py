@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import termios
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 WRITE_TIMEOUT_S = 30.0  # for a client that has stopped reading
 # Of all connections together. Whole responses, such as stored ones, have megabytes and are written in one piece.
@@ -13,6 +14,7 @@ MAX_UNSENT = 256 << 20
 LARGE = 64 << 10  # with more than that in the transport, whoever writes in pieces waits
 # Key in the `state` of a request's scope: its connection was cut off because the client does not read.
 SLOW_READER = "slow_reader"
+_writes = itertools.count()
 
 
 class Unsent:
@@ -22,7 +24,11 @@ class Unsent:
     closed when its last response has been read, so that without this it could stay for as long as the client likes.
     """
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, cut_off: Callable[[], None]):
+    # All of this process that were given a large write and may have some of it left.
+    _large: set[Unsent] = set()
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, cut_off: Callable[[str], None]):
+        """cut_off: called with the reason."""
         self._transport = transport
         self._loop = loop
         self._cut_off = cut_off
@@ -30,19 +36,28 @@ class Unsent:
         self._has_tls = transport.get_extra_info("sslcontext") is not None
         self._num_written = 0
         self._written_before = 0  # with TLS: of _num_written, what the client has read for certain
-        self._last_write = 0.0
+        self._last_write = -1  # its number among all writes
         self._num_read = 0  # when the timer was started
         self._timer: asyncio.TimerHandle | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._transport.write(data)
         self._num_written += len(data)
-        self._last_write = self._loop.time()
+        self._last_write = next(_writes)
         if self._timer is None:
             self._watch()
+        if len(data) > LARGE:
+            self._large.add(self)
+            self.bound()
+
+    def look(self) -> None:
+        """Look what is left, when a request comes: then the client has most likely read the response before."""
+        if self._has_tls:
+            self.num_bytes()
 
     def num_bytes(self) -> int:
-        """The bytes in this process; at most as many with TLS, whose transport does not count what it has encrypted."""
+        """The bytes in this process. With TLS, whose transport does not count what it has encrypted, an upper bound:
+        what was written since the client was last seen to have read all."""
         if self._is_cut_off:
             return 0
         if not self._has_tls:
@@ -70,30 +85,33 @@ class Unsent:
         num_read, self._timer = self._num_read, None
         self._watch()
         if self._timer is not None and self._num_read <= num_read:  # nothing has been read of what was there
-            self.cut_off()
+            self.cut_off("whose client does not read")
 
-    def cut_off(self) -> None:
+    def cut_off(self, reason: str) -> None:
         self._is_cut_off = True
         self.stop()
-        self._cut_off()
+        self._cut_off(reason)
 
     def stop(self) -> None:
         """Stop watching, when the connection has ended."""
+        self._large.discard(self)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    @staticmethod
-    def bound(connections: Iterable[Unsent]) -> None:
+    @classmethod
+    def bound(cls) -> None:
         """Cut off connections until all together have at most MAX_UNSENT: first whose last write is the longest ago.
 
         The last of all stays: its client has not had the time to read.
         """
-        waiting = [(each, num_bytes) for each in connections if (num_bytes := each.num_bytes()) > LARGE]
+        left = [(each, each.num_bytes()) for each in cls._large]
+        waiting = [pair for pair in left if pair[1] > LARGE]
+        cls._large.intersection_update(each for each, _ in waiting)
         waiting.sort(key=lambda pair: pair[0]._last_write)
         excess = sum(num_bytes for _, num_bytes in waiting) - MAX_UNSENT
         for each, num_bytes in waiting[:-1]:
             if excess <= 0:
                 return
             excess -= num_bytes
-            each.cut_off()
+            each.cut_off("because too much waits for clients to read")

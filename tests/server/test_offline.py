@@ -25,6 +25,7 @@ import pequod
 from pequod import LLM, APIError, ModelError, SettingsError
 from server.generation import http_response
 from server.http.in_process import InProcess
+from tests.live import WAIT_S
 
 QUESTION = "What is continuous batching?"
 
@@ -172,6 +173,15 @@ def test_an_open_stream_may_be_collected_as_garbage_on_the_thread_of_the_llm(llm
     assert within(30, lambda: llm.generate("a", max_tokens=1)).completion_tokens == 1
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, also where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_a_stream_with_keyboard_interrupt(llm: LLM) -> None:
     main = threading.main_thread().ident
     assert main is not None
@@ -200,6 +210,28 @@ def test_a_stream_keeps_its_llm_open() -> None:
     text = "".join(LLM().chat("What is 7 + 5?", temperature=0, stream=True))
     assert "12" in text
     assert not [each for each in threading.enumerate() if each.name == "pequod" and each not in before], "it is closed"
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_while_it_is_closed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
+    llm = LLM()
+    main = threading.main_thread().ident
+    assert main is not None
+    shut_down = llm._session._shut_down
+
+    async def interrupted() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        await asyncio.sleep(0.1)  # the caller has gone
+        await shut_down()
+
+    monkeypatch.setattr(llm._session, "_shut_down", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), thread.name
+    assert llm._session._loop.is_closed()
 
 
 def test_close_ends_the_calls_of_other_threads_and_unread_streams(caplog: pytest.LogCaptureFixture) -> None:
