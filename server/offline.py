@@ -259,6 +259,8 @@ class _Session:
         # Reentrant because garbage collection, which can happen at any time, closes streams and sessions.
         self._lock = threading.RLock()
         self._is_closing = False
+        self._closing = asyncio.Event()
+        self._error: BaseException | None = None  # of the end
         self._stack = AsyncExitStack()
         self._streams: weakref.WeakSet[AsyncGenerator[Any]] = weakref.WeakSet()  # of which a piece has been requested
         self._loop = asyncio.new_event_loop()
@@ -322,18 +324,27 @@ class _Session:
         with self._lock:
             if self._is_closing:
                 return
+            self._loop.call_soon_threadsafe(self._closing.set)
             self._is_closing = True
-        ending = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
-        # The loop then ends by itself, also if Ctrl-C ends the wait for it.
-        ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
-        ending.result()
-        self._thread.join()
+        self._thread.join()  # it ends by itself, also if Ctrl-C ends the wait for it
+        if self._error is not None:
+            raise self._error
 
     # On the session's thread
 
     def _run(self) -> None:
-        self._loop.run_forever()
-        self._loop.close()
+        try:
+            self._loop.run_until_complete(self._until_closed())
+        except BaseException as error:
+            self._error = error  # for `close`
+        finally:
+            self._loop.close()
+
+    async def _until_closed(self) -> None:
+        await self._closing.wait()
+        with self._lock:
+            self._is_closing = True  # Ctrl-C may have come before `close` has done so
+        await self._shut_down()
 
     async def open(self) -> None:
         """Start the engine and wait until it is loaded."""
