@@ -95,6 +95,14 @@ GEMMA4_MOE = {
 }
 EXAONE4 = {"num_hidden_layers": 5, "sliding_window": 8, "head_dim": 32}
 GRANITE_MOE = {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3, "attention_bias": True}
+GRANITE_4 = {
+    **GRANITE,
+    "num_local_experts": 0,
+    "position_embedding_type": "rope",
+    "layer_types": ["full_attention"] * 3,
+    "shared_intermediate_size": 96,
+}
+OLMOE = {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None, "eos_token_id": None}
 COHERE2 = {"num_hidden_layers": 5, "sliding_window": 8, "bos_token_id": None, "eos_token_id": None}
 EYE = {
     "hidden_size": 32,
@@ -358,6 +366,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_neox": ("gpt_neox", {k: v for k, v in BASE.items() if k != "num_key_value_heads"}),
+    "granitemoehybrid": ("granitemoehybrid", {**BASE, **GRANITE_4, "attention_bias": True}),
+    "seed_oss": ("seed_oss", {**BASE, **HEAD}),
+    "seed_oss-bias": ("seed_oss", {**BASE, **HEAD, "attention_bias": False, "mlp_bias": True}),
+    "ernie4_5": ("ernie4_5", {**BASE, "head_dim": 32, "pad_token_id": None}),
+    "olmoe": ("olmoe", {**BASE, **OLMOE}),
+    "olmoe-normalized": ("olmoe", {**BASE, **OLMOE, "num_key_value_heads": 4, "norm_topk_prob": True}),
 }
 NATIVE = [name for name, (kind, _) in MODELS.items() if kind in MODEL_TYPES]
 PARTS = (
@@ -379,6 +393,8 @@ FLOAT32_ONLY = (
     "qwen3_moe-sparse",
     "gpt_oss",
     "gpt_oss-clamped",
+    "olmoe",
+    "olmoe-normalized",
     "gemma4_text-experts",
     "glm4_moe",
     "glm4_moe-groups",

@@ -128,6 +128,10 @@ def _qwen3moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _olmoe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    return {"num_experts": keys.number("expert_count"), "num_experts_per_tok": keys.number("expert_used_count")}
+
+
 def _gpt_oss(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     windows = [index % 2 == 0 for index in range(config["num_hidden_layers"])]
     found = {
@@ -277,6 +281,14 @@ ARCHITECTURES = {
         names=LAYER_NAMES | QWEN_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
         has_experts=True,
     ),
+    "olmoe": Architecture(
+        "OlmoeForCausalLM",
+        "olmoe",
+        _olmoe,
+        names=LAYER_NAMES | QWEN_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        has_experts=True,
+    ),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5"),
     "gpt-oss": Architecture(
         "GptOssGguf",
         "gpt_oss",

@@ -118,7 +118,7 @@ class Layer:
         layer, and gate and up of another, also where the checkpoint has a tensor for each."""
         prefix, inner, hidden = f"layers.{self.index}.", self.shape.inner, self.spec.hidden_size
         found: list[tuple[str, Linear, int, int]] = []
-        if self.spec.joined == "all":
+        if self.spec.joins_qkv:
             found.append((f"{prefix}self_attn.qkv_proj", self.qkv, 0, sum(self.rows)))
         else:
             ends = accumulate(self.rows)
@@ -127,12 +127,11 @@ class Layer:
                     found.append((f"{prefix}self_attn.{name}_proj", self.qkv, end - rows, end))
         found.append((f"{prefix}self_attn.o_proj", self.output, 0, hidden))
         if self.has_mlp:
-            if self.spec.joined:
-                found.append((f"{prefix}mlp.gate_up_proj", self.gate_up, 0, 2 * inner))
-            else:
-                found.append((f"{prefix}mlp.gate_proj", self.gate_up, 0, inner))
-                found.append((f"{prefix}mlp.up_proj", self.gate_up, inner, 2 * inner))
-            found.append((f"{prefix}mlp.down_proj", self.down, 0, hidden))
+            gate, up, down = self.spec.mlp
+            found.append((prefix + gate, self.gate_up, 0, inner if up else 2 * inner))
+            if up:
+                found.append((prefix + up, self.gate_up, inner, 2 * inner))
+            found.append((prefix + down, self.down, 0, hidden))
         if self.experts is not None:
             found += self.experts.parts(prefix)
         return found if self.input is None else found + self.input.parts(prefix)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from ..quantized.config import Weights
 from .experts import ExpertsSpec
-from .family import BEFORE, PLAIN, NormKind, NormNames
+from .family import BEFORE, MLP, PLAIN, NormKind, NormNames
 from .rope import Rope
 
 
@@ -63,7 +63,8 @@ class DecoderSpec:
     mlp_bias: bool
     qk_norm: Literal["", "head", "all"] = ""  # see Family
     norms_values: bool = False  # see Family
-    joined: Literal["", "gate_up", "all"] = ""  # see Family
+    mlp: tuple[str, str, str] = MLP  # see Family
+    joins_qkv: bool = False  # see Family
     is_interleaved: bool = False  # see Family
     rotates_wide: bool = False  # see Family
     wide_angles: bool = False  # see Family
@@ -139,7 +140,7 @@ class DecoderSpec:
         """Yield the same of one layer, without the small ones that only checkpoints quantize."""
         rows, hidden = self.rows(index), self.hidden_size
         start = f"model.layers.{index}."
-        if self.joined == "all":
+        if self.joins_qkv:
             yield (f"{start}self_attn.qkv_proj.weight",), (sum(rows),), hidden
         else:
             names = [name for name, count in zip("qkv", rows, strict=True) if count]
@@ -162,8 +163,7 @@ class DecoderSpec:
         """Yield the names of gate and up, that of down, and the intermediate size of a layer's MLP or experts."""
         experts = self.experts_of(layer)
         if experts is None or experts.is_beside:
-            gates = ("mlp.gate_up_proj",) if self.joined else ("mlp.gate_proj", "mlp.up_proj")
-            yield gates, "mlp.down_proj", self.shapes[layer].inner
+            yield tuple(filter(None, self.mlp[:2])), self.mlp[2], self.shapes[layer].inner
         if experts is None:
             return
         for number in range(experts.count):

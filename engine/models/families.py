@@ -8,7 +8,19 @@ from typing import Any
 
 from ..files import shown
 from ..types import ModelError
-from .family import AFTER, AROUND, ONCE, ExpertKeys, Family, NormKind, NormNames, ScaleKey, ScaleKeys, Stacking
+from .family import (
+    AFTER,
+    AROUND,
+    JOINED_MLP,
+    ONCE,
+    ExpertKeys,
+    Family,
+    NormKind,
+    NormNames,
+    ScaleKey,
+    ScaleKeys,
+    Stacking,
+)
 
 FAMILIES = {
     "LlamaForCausalLM": Family(mlp_bias=True),
@@ -35,7 +47,8 @@ FAMILIES = {
         max_positions=4096,
         window=0,
         norm_eps=1e-5,
-        joined="all",
+        mlp=JOINED_MLP,
+        joins_qkv=True,
         rotated_part=1.0,
     ),
     "SmolLM3ForCausalLM": Family(
@@ -169,7 +182,7 @@ FAMILIES = {
         kv_heads=2,
         max_positions=131072,
         norm_eps=1.5625e-7,
-        joined="gate_up",
+        mlp=JOINED_MLP,
         rotated_part=0.5,
         is_interleaved=True,
         norms=NormNames(
@@ -192,6 +205,38 @@ FAMILIES = {
             ),
             inner="intermediate_size",
             is_normalized=True,
+        ),
+    ),
+    "SeedOssForCausalLM": Family(
+        attention_bias=True,
+        output_bias=False,
+        only=(("attention_out_bias", False),),
+        mlp_bias=True,
+        head_dim=128,
+        kv_heads=8,
+        max_positions=524288,
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        qkv_bias=False,
+        output_bias=False,
+        only=(("use_bias", False),),
+        head_dim=128,
+        kv_heads=2,
+        max_positions=131072,
+        norm_eps=1e-5,
+        theta=500_000.0,
+        is_interleaved=True,
+        rotates_wide=True,
+        tied=True,
+    ),
+    "OlmoeForCausalLM": Family(
+        only=(("clip_qkv", None),),
+        qk_norm="all",
+        max_positions=4096,
+        norm_eps=1e-5,
+        experts=ExpertKeys(
+            ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+            inner="intermediate_size",
         ),
     ),
     "Qwen3MoeForCausalLM": Family(
@@ -280,6 +325,15 @@ FAMILIES["GptOssGguf"] = replace(
         clamp=True,
     ),
 )
+# Those without Mamba layers and experts: Granite 4.0 Micro, 1B and 350M.
+FAMILIES["GraniteMoeHybridForCausalLM"] = replace(
+    FAMILIES["GraniteForCausalLM"],
+    mlp_bias=False,
+    mlp=("shared_mlp.input_linear", "", "shared_mlp.output_linear"),
+    inner="shared_intermediate_size",
+    only=(("num_local_experts", 0), ("position_embedding_type", "rope")),
+    may_lack_attention=True,
+)
 FAMILIES["GraniteMoeForCausalLM"] = replace(
     FAMILIES["GraniteForCausalLM"],
     mlp_bias=False,
@@ -311,12 +365,16 @@ MODEL_TYPES = {  # for a config.json without `architectures`
     "exaone4": "Exaone4ForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",

@@ -80,6 +80,8 @@ ONCE = NormNames(mlp=None)
 AROUND = NormNames(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+JOINED_MLP = ("mlp.gate_up_proj", "", "mlp.down_proj")
 PLAIN = NormKind()
 UNSCALED = ScaleKeys()
 
@@ -95,6 +97,14 @@ class Family:
     may_norm_qk: bool = False  # there are these norms if use_qk_norm says so
     norms_values: bool = False  # each head of values is divided by its root mean square
     mlp_bias: bool = False  # whether the key mlp_bias is read
+    # The names of gate, up and down of a layer's MLP. If gate and up are one tensor, its name is that of the gate, and
+    # up has none.
+    mlp: tuple[str, str, str] = MLP
+    inner: str = "intermediate_size"
+    joins_qkv: bool = False  # Q, K and V are one tensor in checkpoints
+    # Keys of config.json with the only value that the native decoder supports; false values are alike, and like none.
+    only: tuple[tuple[str, Any], ...] = ()
+    may_lack_attention: bool = False  # layer_types names layers without attention, which the native decoder has not
     head_dim: int | None = None  # None: hidden_size / heads
     kv_heads: int | None = None  # None: as many as heads
     max_positions: int = 2048
@@ -104,8 +114,6 @@ class Family:
     layer_windows: bool = False  # use_sliding_window and max_window_layers are read, too
     norm_eps: float = 1e-6
     eps_key: str = "rms_norm_eps"
-    # What is one tensor in checkpoints: gate and up; or gate and up, and Q, K and V.
-    joined: Literal["", "gate_up", "all"] = ""
     experts: ExpertKeys | None = None
     tied: bool = False  # default of tie_word_embeddings
     theta: float = 10000.0  # default of rope_theta

@@ -33,6 +33,12 @@ def unsupported(source: Mapping[str, Any], architecture: str, family: Family) ->
         return "the native implementation has no bidirectional attention"
     if source.get("use_sliding_window") and architecture == "Qwen3MoeForCausalLM":
         return "the native implementation has no sliding windows for Qwen3MoeForCausalLM"
+    if family.may_lack_attention and set(map(str, _kinds(source))) - {"attention", "full_attention"}:
+        return f"the native implementation has only layers with attention for {architecture}"
+    for key, value in family.only:
+        if (source.get(key) or None) != (value or None):
+            given = shown(source.get(key))
+            return f"the native implementation needs {key} to be {value} for {architecture}, not {given}"
     if source.get("per_layer_config") and not family.layers_differ:
         return f"the native implementation has no layers of different sizes for {architecture}"
     every = (rope_parameters(source),) if family.local_rope is None else _by_layer(source, family)
@@ -46,6 +52,12 @@ def unsupported(source: Mapping[str, Any], architecture: str, family: Family) ->
         if family.rotated_part is None and part != 1 and scaling != "proportional":
             return f"the native implementation has no partial rotary embeddings for {architecture}"
     return None
+
+
+def _kinds(source: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the kinds of the layers of a family that may lack attention: without the key they do."""
+    kinds = source.get("layer_types") or source.get("layers_block_type")
+    return kinds if isinstance(kinds, list) else ["mamba"]
 
 
 def _rotated_part(source: Mapping[str, Any], parameters: Mapping[str, Any], default: float) -> float:

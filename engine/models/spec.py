@@ -265,7 +265,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
     hidden = whole(source, "hidden_size", maximum=MAX_SIZE)
     head_dim = whole(source, "head_dim", family.head_dim or max(1, hidden // heads), maximum=MAX_HEADS)
     num_layers = whole(source, "num_hidden_layers", maximum=MAX_LAYERS)
-    plain = LayerShape(kv_heads, head_dim, whole(source, "intermediate_size", maximum=MAX_SIZE))
+    plain = LayerShape(kv_heads, head_dim, whole(source, family.inner, maximum=MAX_SIZE))
     rotates = layer_kinds.rotates(source, family, num_layers)
     windows = layer_kinds.windows(source, family, num_layers, rotates)
     shapes = layer_kinds.shapes(source, family, plain, windows)
@@ -299,7 +299,8 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         inputs=layer_kinds.inputs(source) if family.has_layer_inputs else None,
         scales_layers=family.scales_layers,
         scales=layer_kinds.scales(source, family, hidden, dtype),
-        joined=family.joined,
+        mlp=family.mlp,
+        joins_qkv=family.joins_qkv,
         has_sinks=family.has_sinks,
         unused_layers=count_of(source, "num_nextn_predict_layers", 0, maximum=MAX_LAYERS),
         experts=layer_kinds.experts(source, family, num_layers),

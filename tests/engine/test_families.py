@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,9 @@ EXECUTORS = {
     "ministral": Fused,
     "ministral3": Eager,
     "glm4": Eager,
+    "granitemoehybrid": Fused,
+    "seed_oss-bias": Fused,
+    "ernie4_5": Eager,
 }
 
 
@@ -109,6 +113,34 @@ def test_only_layers_of_exaone_4_with_a_window_are_rotated_unless_none_has_one()
 def test_what_experts_of_granite_add_is_scaled(tmp_path):
     model = load(make("granitemoe", tmp_path), cpu_isa="torch")
     assert {down.scale for layer in model.layers if layer.experts is not None for down in layer.experts.downs} == {0.22}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "only layers with attention"),
+        ({"layer_types": ["mamba"] * 3}, "only layers with attention"),
+        ({"layer_types": None}, "only layers with attention"),
+        ({"num_local_experts": 8}, "needs num_local_experts to be 0 for GraniteMoeHybridForCausalLM, not 8"),
+        ({"position_embedding_type": "nope"}, "needs position_embedding_type to be rope"),
+    ],
+)
+def test_a_granite_4_with_state_or_experts_is_refused(changed, reason):
+    source = {**BASE, **MODELS["granitemoehybrid"][1], "architectures": ["GraniteMoeHybridForCausalLM"]}
+    read = partial(read_spec, config=EngineConfig(model=""), native_only=True)
+    assert read({**source, "layer_types": ["attention"] * 3}) is not None  # as older versions of transformers write it
+    with pytest.raises(ModelError, match=reason):
+        read({**source, **changed})
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("seed_oss", "attention_out_bias", True), ("ernie4_5", "use_bias", True), ("olmoe", "clip_qkv", 8.0)],
+)
+def test_what_only_transformers_computes_is_left_to_it(kind, key, value):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    assert spec_of(kind, **experts, **{key: None}) is not None
+    assert spec_of(kind, **experts, **{key: value}) is None
 
 
 # -- SmolLM3 ----------------------------------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ ARCHITECTURES = {
     "gemma4_text-small": "gemma4",
     "gemma4_text-experts": "gemma4",
     "gemma4_unified_text": "gemma4",
+    "ernie4_5": "ernie4_5",
+    "olmoe": "olmoe",
 }
 INTERLEAVED = {"llama", "smollm3", "granite", "granitemoe", "mistral3"}
 OWN_NAMES = {  # which the gguf package does not map
