@@ -114,7 +114,9 @@ def _llama(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
             "num_experts_per_tok": keys.number("expert_used_count"),
             "sliding_window": window or None,
         }
-    return {"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {}
+    if not window:
+        return {}
+    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
 
 
 def _qwen3moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:

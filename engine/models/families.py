@@ -33,6 +33,17 @@ FAMILIES = {
         max_positions=262144,
         window=0,
         norm_eps=1e-5,
+        scaling=(
+            ("rope_type", "yarn"),
+            ("rope_theta", 1_000_000.0),
+            ("factor", 16.0),
+            ("original_max_position_embeddings", 16384),
+            ("beta_fast", 32.0),
+            ("beta_slow", 1.0),
+            ("mscale", 1.0),
+            ("mscale_all_dim", 1.0),
+            ("llama_4_scaling_beta", 0.1),
+        ),
         scales_queries=True,
     ),
     "Qwen2ForCausalLM": Family(
@@ -194,6 +205,7 @@ FAMILIES = {
         output_bias=False,
         kv_heads=8,
         max_positions=131072,
+        theta=1_000_000.0,
         window=0,
         norm_eps=1e-5,
         experts=ExpertKeys(
@@ -227,6 +239,7 @@ FAMILIES = {
         theta=500_000.0,
         is_interleaved=True,
         rotates_wide=True,
+        wide_angles=True,
         tied=True,
     ),
     "OlmoeForCausalLM": Family(
@@ -391,3 +404,18 @@ def architecture(source: Mapping[str, Any]) -> str:
     if isinstance(model_type, str) and model_type:
         return MODEL_TYPES.get(model_type, shown(model_type))
     raise ModelError('config.json names no architecture; it needs "architectures" or "model_type"')
+
+
+def is_of_another_type(source: Mapping[str, Any], name: str) -> bool:
+    """Return whether config.json names a model type that is not of this architecture, but one of others.
+
+    transformers then goes by the type: it saves some models (EXAONE 3) with the name of another's class.
+    """
+    given, own = source.get("model_type"), [kind for kind, each in MODEL_TYPES.items() if each == name]
+    if not own or not isinstance(given, str) or not given or given in own:
+        return False
+    if given in MODEL_TYPES:
+        return True
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return given in CONFIG_MAPPING_NAMES

@@ -22,7 +22,7 @@ from ..quantized.config import TypeOf, count_blocks, parse
 from ..types import ConfigError, ModelError
 from . import layer_kinds, multimodal
 from .decoder_spec import DecoderSpec, LayerShape, sinks_name
-from .families import FAMILIES, architecture
+from .families import FAMILIES, architecture, is_of_another_type
 from .gpu_form import ROUNDED, Form
 from .gpu_weights import PIECE_NUMBERS
 from .keys import count_of, number, whole
@@ -255,6 +255,8 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         reason = f"the native implementation has no {name}; it has {', '.join(FAMILIES)}"
     else:
         reason = layer_kinds.unsupported(source, name, family)
+        if name == whole_name and is_of_another_type(source, name):
+            reason = f"the native implementation has no {name} of the type '{shown(source['model_type'])}'"
     if family is None or reason is not None:
         if native_only:
             raise ModelError(f"{reason}; leave `implementation` to auto")

@@ -289,7 +289,12 @@ def read_into(descriptor: int, entry: Entry, target: Tensor, progress: Callable[
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Return tensor name -> file for a sharded checkpoint; empty for a single file."""
+    """Return tensor name -> file for a sharded checkpoint; empty for a single file.
+
+    As in transformers, a single file is used though there is an index: that of an older checkpoint, of shards.
+    """
+    if (folder / "model.safetensors").is_file():
+        return {}
     path = folder / "model.safetensors.index.json"
     data = read_file(path, LIST_BYTES)
     if data is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -338,6 +339,40 @@ def test_the_native_model_and_the_fallback_agree(home):
         assert native.spec.num_params == other.spec.num_params and native.weights_hash == other.weights_hash
         ids = prompt(30)
         assert (Bench(native).step({0: ids})[0] - Bench(other).step({0: ids})[0]).abs().max() < limit_of(name)
+
+
+def test_a_model_is_of_the_type_that_its_config_names(tmp_path):
+    # transformers saves EXAONE 3 with the name of Llama's class; its older checkpoints have that of their own code.
+    spec = partial(read_spec, config=EngineConfig(model=""))
+    assert spec({**BASE, "architectures": ["LlamaForCausalLM"], "model_type": "exaone"}) is None
+    assert spec({**BASE, "architectures": ["MistralForCausalLM"], "model_type": "llama"}) is None
+    assert spec({**BASE, "architectures": ["LlamaForCausalLM"], "model_type": "aquila"}) is not None  # which has none
+    for number, changed in enumerate(({"architectures": ["WhaleForCausalLM"]}, {"model_type": "llama"})):
+        folder = make("mistral", tmp_path / str(number), dtype=torch.float64)
+        source = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(source | changed))
+        model, ids = load_model(EngineConfig(model="", dtype="float64"), folder), prompt(30)
+        assert model.spec.implementation == "transformers"
+        assert (Bench(model).step({0: ids})[0] - whole(oracle(folder, torch.float64), ids)).abs().max() < 1e-9
+    (folder / "config.json").write_text(json.dumps(source | {"architectures": ["MistralForSequenceClassification"]}))
+    with pytest.raises(ModelError, match="MistralForSequenceClassification is not a causal language model"):
+        load_model(EngineConfig(model=""), folder)
+
+
+@pytest.mark.parametrize("kind", list(MODEL_TYPES))
+def test_rotary_embeddings_without_parameters_are_those_of_transformers(kind):
+    from transformers import AutoConfig
+
+    attending = {"layer_types": ["full_attention"], "num_local_experts": 0, "position_embedding_type": "rope"}
+    sizes = {"granitemoehybrid": {"num_hidden_layers": 1, **attending}, "glm4_moe": {"head_dim": 128}}
+    theirs = AutoConfig.for_model(kind, **sizes.get(kind, {}))
+    source = theirs.to_dict() | {"rope_parameters": None, "architectures": [MODEL_TYPES[kind]]}
+    spec = read_spec(source, EngineConfig(model=""))
+    assert spec is not None and spec.decoder is not None
+    given = theirs.rope_parameters
+    thetas = {each["rope_theta"] for each in ([given] if "rope_theta" in given else given.values())}
+    assert {rope.theta for rope in spec.decoder.ropes} == thetas
+    assert spec.decoder.ropes[0].scaling == (given.get("full_attention") or given)["rope_type"]
 
 
 def test_native_implementation_can_be_required(home):

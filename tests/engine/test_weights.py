@@ -221,6 +221,18 @@ def test_pickled_weights_are_refused(folder):
     assert "holds no weights" in refused(folder)
 
 
+def test_a_whole_file_is_used_though_the_index_of_older_shards_is_beside_it(folder):
+    tensors = load_file(folder / "model.safetensors")
+    shards = shard(folder)
+    tuned = {name: tensor + 1 for name, tensor in tensors.items()}
+    save_file(tuned, folder / "model.safetensors")
+    model = load_model(EngineConfig(model="", cpu_isa="torch"), folder)
+    assert torch.equal(model.targets()["norm.weight"], tuned["model.norm.weight"])
+    for path in shards:  # as `save_pretrained` leaves the folder
+        path.unlink()
+    assert same(load_model(EngineConfig(model="", cpu_isa="torch"), folder), model)
+
+
 def test_missing_shards_are_refused(folder):
     files = shard(folder)
     files[1].rename(folder / "elsewhere")

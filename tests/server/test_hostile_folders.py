@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 MAX_RSS = 700 << 20  # torch and the built-in model take 330 MB
 DEEP = "[" * 100_000
 HUGE = 300 << 20
+INDEX = "model.safetensors.index.json"
 
 Spoil = Callable[[Path], object]
 
@@ -111,7 +112,17 @@ def tensor(**fields: Any) -> bytes:
 
 
 def index(weight_map: Any) -> Spoil:
-    return text("model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
+    return indexed(text(INDEX, json.dumps({"weight_map": weight_map})))
+
+
+def indexed(spoil: Spoil) -> Spoil:
+    """The index alone: it is not read where model.safetensors is."""
+
+    def both(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        spoil(folder)
+
+    return both
 
 
 def tokenizer(**parts: Any) -> Spoil:
@@ -190,10 +201,10 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
     "index, missing": (index({"a": "b.safetensors"}), "is missing"),
     "index, a zero byte": (index({"a": "b\0.safetensors"}), "is missing"),
     "index, no names": (index({"a": 1}), "is not a valid index"),
-    "index, deep": (text("model.safetensors.index.json", '{"weight_map":' + DEEP), "is not a valid index"),
-    "index, large": (large("model.safetensors.index.json"), "is larger than"),
+    "index, deep": (indexed(text(INDEX, '{"weight_map":' + DEEP)), "is not a valid index"),
+    "index, large": (indexed(large(INDEX)), "is larger than"),
     "index, many": (index({str(number): "b" for number in range(2_000_001)}), "holds more than"),
-    "index, a pipe": (pipe("model.safetensors.index.json"), "is not a regular file"),
+    "index, a pipe": (indexed(pipe(INDEX)), "is not a regular file"),
     # The text's files
     "generation config, deep": (text("generation_config.json", DEEP), "nested too deeply"),
     "generation config, large": (large("generation_config.json"), "is larger than"),

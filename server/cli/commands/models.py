@@ -101,6 +101,8 @@ def missing(folder: Path) -> str:
         return "no config.json: not a language model, or not downloaded completely"
     if not any(folder.glob("*.safetensors")):
         return "no *.safetensors weights were downloaded"
+    if (folder / "model.safetensors").is_file():  # used though there may be an index
+        return ""
     try:
         index = read_json(folder / "model.safetensors.index.json", LIST_BYTES)
         files = set() if index is None else {str(name) for name in index["weight_map"].values()}
