@@ -156,7 +156,7 @@ class Contestant:
         return [replace(each, body=sampling) for each in asks]
 
     async def run(self, asks: Sequence[Ask], at_once: int) -> Run:
-        """Send the requests, `at_once` at a time. Raises Failure if the server has died or answers none."""
+        """Send the requests, `at_once` at a time. Raises Failure if the server has died."""
         assert self.target is not None
         if self.peer.api == IN_PROCESS:
             return await _drive(self.target, asks, at_once)
@@ -197,7 +197,10 @@ async def enter(stack: contextlib.AsyncExitStack, peer: Peer, words: Sequence[st
             _, found.ready_s = await found.child.ready(START_S)
             await found.child.quiet()
         assert url is not None
-        found.target = await (_in_process(url) if peer.api == IN_PROCESS else connect(url, peer.model, None, peer.api))
+        if peer.api == IN_PROCESS:
+            found.target = await _in_process(url, is_own=bool(peer.command))
+        else:
+            found.target = await connect(url, peer.model, None, peer.api, is_own=bool(peer.command))
         own.push_async_callback(found.target.http.aclose)
         if not found.target.takes_ids and not words:
             raise Failure("it takes no token ids as a prompt, and the model has no words that are one token each")
@@ -233,8 +236,8 @@ def _version(peer: Peer) -> str:
     return next(iter(numbered), "unknown").strip()[:60]
 
 
-async def _in_process(url: str) -> Target:
-    http = httpx.AsyncClient(base_url=url, timeout=SILENCE_S)
+async def _in_process(url: str, *, is_own: bool) -> Target:
+    http = httpx.AsyncClient(base_url=url, timeout=SILENCE_S, trust_env=not is_own)  # as `connect` does
     try:
         version = (await http.get("/version")).json()
     except (httpx.HTTPError, ValueError) as error:

@@ -46,7 +46,7 @@ for line in sys.stdin:
 
 async def one(target: Target, ask: Ask) -> Shot:
     """Send one request; a failure ends the measurement."""
-    return (await run(target, [ask])).shots[0]
+    return (await run(target, [ask])).complete().shots[0]
 
 
 async def decode(target: Target, prompts: Prompts, folder: pathlib.Path, rounds: int) -> dict:
@@ -73,7 +73,7 @@ async def together(target: Target, prompts: Prompts, rounds: int) -> dict:
     for _ in range(rounds):
         for at_once, walls in ((1, apart_s), (16, together_s)):
             asks = [prompts.ask(256, 64) for _ in range(16)]
-            walls.append((await run(target, asks, at_once)).wall)
+            walls.append((await run(target, asks, at_once)).complete().wall)
     ratio = statistics.median(both / apart for both, apart in zip(together_s, apart_s, strict=True))
     return {"apart_s": apart_s, "together_s": together_s, "ratio": ratio, "must_be_at_most": 1 / 3}
 
@@ -90,7 +90,8 @@ async def interference(target: Target, prompts: Prompts, rounds: int) -> dict:
     gaps, ratios = [], []
     for _ in range(rounds):
         alone = await one(target, prompts.ask(4000, 1))
-        running, beside = (await run(target, [prompts.ask(32, 200), prompts.ask(4000, 1, at=1.5)])).shots
+        asks = [prompts.ask(32, 200), prompts.ask(4000, 1, at=1.5)]
+        running, beside = (await run(target, asks)).complete().shots
         gaps.append(max(running.gaps))
         ratios.append(beside.ttft / alone.ttft)
     return {
@@ -125,7 +126,7 @@ async def measure(folder: pathlib.Path, rounds: int, cases: list[str]) -> dict:
         child = pequod(str(folder), ["--dtype", "bfloat16"])
         try:
             await child.ready(600)
-            target = await connect(child.url, None, None)
+            target = await connect(child.url, None, None, is_own=True)
             prompts = Prompts(target, seed=1)
             for name, case in (
                 ("decode", lambda: decode(target, prompts, folder, rounds)),

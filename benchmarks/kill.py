@@ -4,7 +4,7 @@
 
 First each stream of `generating` is read alone, and then all of them at once, without faults; the hashes must be equal.
 Then in each round all of them run at once, and one fault is injected at a random time; every stream's hash must stay
-the same.
+the same. The exit code is 1 if one changes or a fault could not be injected.
 
 kill        kill -9 of the engine
 stop        SIGSTOP of the engine: it is replaced after --stall-seconds
@@ -235,6 +235,8 @@ def main() -> int:
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     faults, left_out = args.faults.split(","), {}
+    if unknown := [fault for fault in faults if fault not in FAULTS]:
+        parser.error(f"--faults {unknown[0]}: must be of {', '.join(FAULTS)}")
     if "memory" in faults and not has_cgroups():
         faults.remove("memory")
         left_out["memory"] = "no cgroup can be made here"
@@ -247,8 +249,8 @@ def main() -> int:
     for fault, reason in left_out.items():
         print(f"{fault:10} left out: {reason}")
     write({**about(), "faults": table, "left_out": left_out, **found}, args.json)
-    changed = sum(row["changed"] for row in table.values())
-    return 1 if changed or not found["alone_as_together"] else 0
+    failed = any(row["changed"] or row["not_done"] for row in table.values())
+    return 1 if failed or not found["alone_as_together"] else 0
 
 
 if __name__ == "__main__":

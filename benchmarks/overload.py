@@ -146,7 +146,7 @@ def probe(url: str, begun: Event, over: Event, path: str, refused: bool) -> None
     headers = {"Authorization": f"Bearer {list(KEYS)[-1]}"}
     found = []
     limits = httpx.Limits(max_keepalive_connections=0)
-    with httpx.Client(base_url=url, headers=headers, timeout=60, limits=limits) as client:
+    with httpx.Client(base_url=url, headers=headers, timeout=60, limits=limits, trust_env=False) as client:
         client.get("/live")
         begun.set()
         while not over.wait(PROBE_EVERY_S) or len(found) < 2:
@@ -188,7 +188,7 @@ async def watched(server: Server, work: Callable[[], Any], refused: bool = False
 
 
 async def measure(server: Server, window: Window, rounds: int, seed: int, factor: float) -> dict[str, Any]:
-    targets = {name: await connect(server.url, None, name, ask=name == "busy") for name in KEYS}
+    targets = {name: await connect(server.url, None, name, ask=name == "busy", is_own=True) for name in KEYS}
     for target in targets.values():
         target.wishes = targets["busy"].wishes
     prompts = Prompts(targets["busy"], seed)
@@ -209,7 +209,7 @@ async def measure(server: Server, window: Window, rounds: int, seed: int, factor
 
 
 def judge(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the three figures: medians of the rounds, but the maximum for /live."""
+    """Return the three figures: medians of the rounds, but the maximum for /live. At capacity it has no bound."""
     rounds = found["overload"]
     waits = [each["refusal_s"]["p99"] for each in rounds if each["refusal_s"]]
     return {
@@ -220,6 +220,7 @@ def judge(found: dict[str, Any]) -> dict[str, Any]:
         "refusal_p99_must_be_at_most_s": LATE_S,
         "live_max_s": max(each["live_s"]["max"] for each in rounds),
         "live_must_be_at_most_s": LATE_S,
+        "live_max_at_capacity_s": max(each["live_s"]["max"] for each in found["capacity"]),
         "failed": sorted({error for each in rounds + found["capacity"] for error in each["errors"]}),
     }
 

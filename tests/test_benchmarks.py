@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,7 +10,8 @@ import sys
 
 import pytest
 
-from benchmarks.kill import FAULTS, has_cgroups
+from benchmarks import kill
+from benchmarks.kill import FAULTS, RESTARTED, has_cgroups
 from benchmarks.overload import Window, goodput
 from benchmarks.soak import COUNTS, grown, judge
 from benchmarks.traffic import Answer
@@ -62,6 +64,26 @@ def test_goodput_counts_the_tokens_of_whole_answers_within_the_window():
     assert goodput([done, cut], Window(ramp=1.0, seconds=2.0)) == 1.5
 
 
+def test_a_fault_that_does_not_exist_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kill", "--faults", "kill,nosuch"])
+    with pytest.raises(SystemExit) as leave:
+        kill.main()
+    assert leave.value.code == 2
+    assert "--faults nosuch: must be of kill, stop" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("problem", "code"), [({}, 0), ({"not_done": "ProcessLookupError: "}, 1)])
+def test_a_fault_that_was_not_injected_fails_the_benchmark(monkeypatch, problem, code):
+    async def measure(*_):
+        counted = {"fault": "kill", "pause_s": 1.0, "open_streams": 9, "streams_resumed": 9, "engine_restarts": 1}
+        return {"alone_as_together": True, "rounds": [{**counted, "changed": {}, **problem}]}
+
+    monkeypatch.setattr(sys, "argv", ["kill", "--faults", "kill"])
+    monkeypatch.setattr(kill, "Server", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(kill, "measure", measure)
+    assert kill.main() == code
+
+
 def measured(tmp_path, name, *arguments):
     """A benchmark's result, and its exit code."""
     path = tmp_path / "result.json"
@@ -96,7 +118,10 @@ def test_kill_changes_no_stream(tmp_path):
     found, code = measured(tmp_path, "kill", *arguments)
     assert code == 0
     assert found["faults"].keys() == {*faults}
-    assert found["faults"]["kill"]["restarts"] == 1
+    for fault, row in found["faults"].items():
+        assert (row["rounds"], row["not_done"], row["changed"]) == (1, 0, 0)
+        assert row["streams"] > 0
+        assert row["restarts"] == (fault in RESTARTED)
 
 
 @pytest.mark.slow

@@ -168,6 +168,25 @@ async def test_a_driver_that_fails_says_why():
     assert await entered(Peer("d", command, api="in-process"), then) == "the driver failed: no memory"
 
 
+async def test_a_proxy_of_the_environment_stands_before_no_peer_that_is_started(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    given = []
+
+    async def connect(url, *_, is_own):
+        given.append(is_own)
+        raise Failure("seen")
+
+    async def then(peer: Contestant):
+        return peer.failure
+
+    command = (sys.executable, "-c", DRIVER, "{port}", "works")
+    assert await entered(Peer("d", command, api="in-process"), then) is None
+    monkeypatch.setattr("benchmarks.contestants.connect", connect)
+    assert await entered(Peer("a", command), then) == "did not start: seen"
+    assert await entered(Peer("b", url="http://sea"), then) == "did not start: seen"
+    assert given == [True, False]
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -302,6 +321,16 @@ async def test_the_share_of_bandwidth_is_of_the_probes_around_the_turn(monkeypat
     other = Contestant(Peer("b", weights="int8"))
     await turned(monkeypatch, other, "A", {0: [shot()]})
     assert "bandwidth_share" not in other.rounds["A"][0]
+
+
+async def test_the_time_per_token_is_not_that_between_chunks(monkeypatch, tmp_path):
+    each = Contestant(Peer("a"))
+    burst = shot()
+    burst.times = [1 + n // 2 / 10 for n in range(128)]  # two tokens arrive at a time
+    await turned(monkeypatch, each, "A", {0: [burst]})
+    each.rounds["A"][0]["elsewhere_cores"], each.target.notes = 0.0, []
+    arguments = SimpleNamespace(model="/models/m", cases="A", out=tmp_path)
+    assert "| 20.0 (50.0) |" in compare.markdown(compare.write(arguments, [each], Limits(1e9)))
 
 
 async def test_a_turn_with_lost_requests_has_no_figures_and_a_second_one_ends_it(monkeypatch):

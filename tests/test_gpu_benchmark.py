@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import engine, invariance
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,13 +66,47 @@ def test_it_runs_with_torch_numpy_and_msgspec_alone(tmp_path):
         assert by_name["invariance", f"{mode}, load"]["exact"]
         found = by_name["invariance", f"{mode}, together"]
         assert (found["tokens"], found["tokens_differing"], found["logprobs_differing"]) == (24, 0, 0)
-    assert by_name["invariance", "graphs, alone, beside eager"]["logprobs_differing"] == 0
+        assert found["logprobs"] >= 24
+    beside = by_name["invariance", "graphs, alone, beside eager"]
+    assert beside["logprobs"] >= 24 and beside["logprobs_differing"] == 0
     assert by_name["invariance", "times of the default, with --batch-invariant"]["decode 4"] > 0
     for part in ("tiny", "tiny mixture", "tiny, torch's attention"):
         assert by_name[part, "graphs"] == {"part": part, "measurement": "graphs", "skipped": "CUDA graphs need a GPU"}
         assert by_name[part, "decode 4 sampled"]["tokens_per_s"] > 0
         assert by_name[part, "8 requests"]["is_whole"]
     assert len((tmp_path / "table.md").read_text().splitlines()) == len(results) + 6
+
+
+def test_the_log_probabilities_that_were_compared_are_counted():
+    answers = [([1, 2], [-1.0, -2.0]), ([3], []), ([4], [-1.0])]
+    found = invariance.differences(answers, [([1, 2], [-1.0, -2.5]), ([3], []), ([5], [-1.0])])
+    assert found == {"tokens": 4, "tokens_differing": 1, "logprobs": 2, "logprobs_differing": 1}
+
+
+class Crowded:
+    """A loop of four sequences, of which one is preempted in every step."""
+
+    def __init__(self) -> None:
+        running = [SimpleNamespace(tokens=[1, 2], is_prompt=False)] * 4
+        self.scheduler = SimpleNamespace(running=running, max_len=40, counters=SimpleNamespace(preempted=0))
+        self.built = SimpleNamespace(info=SimpleNamespace(roofline=None))
+        self.seconds: dict[str, list[float]] = {}
+
+    def add(self, *_) -> None: ...
+
+    def step(self):
+        self.seconds.setdefault("step", []).append(0.5)
+        self.scheduler.counters.preempted += 1
+        return [SimpleNamespace(token_ids=[1])] * 3
+
+    def drain(self) -> None:
+        self.seconds = {}
+
+
+def test_a_decode_counts_the_tokens_that_were_delivered():
+    found = engine.decode(Crowded(), 4, 16, engine.GREEDY, 0.0)
+    assert (found["tokens_per_s"], found["steps"]) == (6, 3)
+    assert found["preempted"] == 3
 
 
 def test_a_part_that_fails_and_one_that_hangs_are_reported(tmp_path, monkeypatch):

@@ -61,14 +61,15 @@ def answers(loop: Loop, asked: list[tuple[int, ...]], output: int, *, together: 
 
 
 def differences(found: list[Answer], wanted: list[Answer]) -> dict[str, int]:
-    """Return the numbers of tokens, and of log-probabilities of equal tokens, that differ."""
-    tokens = logprobs = count = 0
+    """Return how many tokens, and log-probabilities of equal completions, were compared and differ."""
+    tokens = logprobs = count = compared = 0
     for (own_tokens, own), (want_tokens, want) in zip(found, wanted, strict=True):
         tokens += sum(one != other for one, other in zip(own_tokens, want_tokens, strict=True))
         if own_tokens == want_tokens:
             logprobs += sum(one != other for one, other in zip(own, want, strict=True))
+            compared += len(want)
         count += len(want_tokens)
-    return {"tokens": count, "tokens_differing": tokens, "logprobs_differing": logprobs}
+    return {"tokens": count, "tokens_differing": tokens, "logprobs": compared, "logprobs_differing": logprobs}
 
 
 def show(measurement: str, **result: Any) -> None:

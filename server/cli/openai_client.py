@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_S = 10.0
+# Chunks that come in one read are some 15 µs apart; tokens that are generated one after another are further apart.
+TOGETHER_S = 1e-4
 
 
 def base_url(url: str) -> str:
@@ -95,16 +98,31 @@ async def describe(http: httpx.AsyncClient, model: str | None) -> tuple[str, dic
     return name, card, version if isinstance(version, dict) else {}
 
 
-def _distrust(error: BaseException | None) -> str | None:
+def _distrust(error: BaseException) -> str | None:
     """Return why a server's certificate was rejected, with a colon before it; None if the error is another one."""
     import ssl
 
-    while error is not None:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            reason = getattr(error, "verify_message", "")  # which only OpenSSL itself sets
+    for cause in _causes(error):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            reason = getattr(cause, "verify_message", "")  # which only OpenSSL itself sets
             return f": {reason}" if reason else ""
-        error = error.__cause__ or error.__context__
     return None
+
+
+def lacks_files(error: BaseException) -> bool:
+    """Return whether a request failed because this process, or its system, has no more file descriptors."""
+    codes = (errno.EMFILE, errno.ENFILE)
+    return any(isinstance(cause, OSError) and cause.errno in codes for cause in _causes(error))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that led to it."""
+    while error is not None:
+        yield error
+        if isinstance(error, BaseExceptionGroup):  # an attempt to connect for each address of a name
+            for each in error.exceptions:
+                yield from _causes(each)
+        error = error.__cause__ or error.__context__
 
 
 def _cards(response: httpx.Response) -> list[dict[str, Any]]:
@@ -162,8 +180,8 @@ class Shot:
 
     @property
     def tokens(self) -> int:
-        """Output tokens: from usage, else from token ids, else one for each chunk."""
-        if self.output_tokens is not None:
+        """Output tokens: from usage, else from token ids, else one for each chunk. A usage of 0 is none."""
+        if self.output_tokens:
             return self.output_tokens
         return sum(self.sizes) if self.sizes is not None else len(self.times)
 
@@ -179,11 +197,24 @@ class Shot:
 
     @property
     def decode_rate(self) -> float | None:
-        """Tokens per second after the first chunk."""
-        if not self.streamed or len(self.times) < 2 or self.times[-1] <= self.times[0]:
+        """Tokens per second after those that arrived first; None if all arrived together.
+
+        Chunks of unknown sizes count as equally large.
+        """
+        first = next((count for count, gap in enumerate(self.gaps, 1) if gap >= TOGETHER_S), None)
+        if first is None:
             return None
-        first = self.sizes[0] if self.sizes else 1
-        return (self.tokens - first) / (self.times[-1] - self.times[0])
+        if self.sizes is not None:
+            later: float = self.tokens - sum(self.sizes[:first])
+        else:
+            later = self.tokens * (1 - first / len(self.times))
+        return later / (self.times[-1] - self.times[0]) if later > 0 else None
+
+    @property
+    def time_per_token(self) -> float | None:
+        """Seconds per token after those that arrived first; None if all arrived together."""
+        rate = self.decode_rate
+        return None if rate is None else 1 / rate
 
     def record(self) -> dict[str, Any]:
         """Return everything but the text and the ids, for JSON, with times rounded to microseconds."""
@@ -233,7 +264,12 @@ async def send(
                 shot.streamed = False
                 _add(shot, json.loads(await response.aread()), time.perf_counter() - began, on_text)
     except httpx.HTTPError as error:
-        shot.error, shot.broken = f"the connection failed: {type(error).__name__}", True
+        if lacks_files(error):
+            shot.error = "no file descriptor was left for the connection; `ulimit -n` raises the limit"
+        else:
+            shot.error, shot.broken = f"the connection failed: {type(error).__name__}", True
+    except Malformed:
+        shot.error = "the server sent a response of an unexpected form"
     except ValueError:
         shot.error = "the server sent invalid JSON"
     shot.done = time.perf_counter() - began
@@ -241,20 +277,35 @@ async def send(
         shot.error = "the response had neither a token nor a finish reason"
 
 
+class Malformed(Exception):
+    """A response has another form than OpenAI's."""
+
+
 def _add(shot: Shot, event: Any, now: float, on_text: Callable[[str], None]) -> None:
-    """Add an event, or a whole response."""
-    if not isinstance(event, dict):
-        raise ValueError(event)
+    """Add an event, or a whole response. Raises Malformed."""
+    try:
+        text = _read(shot, event, now)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Malformed from error
+    if text:
+        on_text(text)
+
+
+def _read(shot: Shot, event: Any, now: float) -> str:
+    """Add an event, and return its text without reasoning. Any error of Python's may come of another form."""
     if event.get("error"):
         shot.error = error_field(event, "message") or "the server ended the response early"
-        return
-    if usage := event.get("usage"):
-        shot.prompt_tokens, shot.output_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        shot.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        return ""
+    if isinstance(usage := event.get("usage"), dict):
+        shot.prompt_tokens = _count(usage.get("prompt_tokens"))
+        shot.output_tokens = _count(usage.get("completion_tokens"))
+        details = usage.get("prompt_tokens_details")
+        shot.cached_tokens = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+    texts = ""
     for choice in event.get("choices") or ():
         source = choice.get("delta") or choice.get("message") or choice
         thought, text = (
-            "".join(source.get(key) or "" for key in keys)
+            "".join(_text(source.get(key)) for key in keys)
             for keys in (("reasoning_content", "reasoning"), ("content", "text"))
         )
         ids = choice.get("token_ids") or []
@@ -268,8 +319,22 @@ def _add(shot: Shot, event: Any, now: float, on_text: Callable[[str], None]) -> 
             elif not ids:
                 shot.sizes = None
             shot.times.append(now)
-        if text:
-            on_text(text)
+        texts += text
+    return texts
+
+
+def _count(value: Any) -> int | None:
+    """Return a number of tokens, or None if the value is none."""
+    return value if isinstance(value, int) and value >= 0 else None
+
+
+def _text(value: Any) -> str:
+    """Return a text, which some servers send as a list of parts."""
+    if isinstance(value, list):
+        return "".join(_text(part.get("text")) for part in value)
+    if not isinstance(value, str | None):
+        raise TypeError(value)
+    return value or ""
 
 
 def _add_logprobs(shot: Shot, found: Any) -> None:
@@ -283,7 +348,7 @@ def _add_logprobs(shot: Shot, found: Any) -> None:
         entries = found.get("content") or []
         own = [entry["logprob"] for entry in entries]
         tops = [sorted((top["logprob"] for top in entry.get("top_logprobs") or ()), reverse=True) for entry in entries]
-    shot.logprobs += own
+    shot.logprobs += map(float, own)
     shot.margins += [top[0] - top[1] for top in tops if len(top) > 1]
 
 

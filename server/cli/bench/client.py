@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..commands import Failure
-from ..openai_client import CONNECT_S, Shot, base_url, describe, open_client, send
+from ..openai_client import CONNECT_S, Shot, base_url, describe, lacks_files, open_client, send
 
 if TYPE_CHECKING:
     import httpx
@@ -84,12 +84,13 @@ class Target:
         return f"Pequod {number}" if self.is_pequod else f"{self.url} {number}".strip()
 
     async def is_alive(self) -> bool:
+        """Return whether the server responds; without a file descriptor to find out, it counts as alive."""
         import httpx
 
         try:
             return (await self.http.get("/v1/models", timeout=CONNECT_S)).status_code < 500
-        except httpx.HTTPError:
-            return False
+        except httpx.HTTPError as error:
+            return lacks_files(error)
 
     def body(self, ask: Ask) -> dict[str, Any]:
         body = {"model": self.model, "max_tokens": ask.output_len, "stream": True, **self.wishes}
@@ -154,7 +155,7 @@ async def probe(target: Target) -> None:
         target.notes.append(MISSED["return_token_ids"])
     if not target.takes_ids:
         await _calibrate(target)
-    if first.output_tokens is None:
+    if not first.output_tokens:
         target.notes.append("the server sends no usage: each chunk counts as one token")
     if not first.streamed:
         target.notes.append("the server does not stream: only whole responses have times")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..openai_client import TOGETHER_S
 from .client import Shot, Target
 from .load import Run
 
 Figures = dict[str, float | None]
+MOST_REASONS = 3  # why requests failed, in a note; results have all
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
@@ -25,9 +28,13 @@ def median(values: Iterable[float | None]) -> float | None:
 
 
 def summarize(run: Run) -> Figures:
-    """Return a run's figures in seconds, tokens, and tokens per second. None: not observed."""
+    """Return a run's figures in seconds, tokens, and tokens per second. None: not observed.
+
+    `tpot` is the mean time of a request's tokens after the first, `itl` the time between two chunks of a response.
+    """
     good = [shot for shot in run.shots if shot.ok]
     ttfts = [shot.ttft for shot in good if shot.ttft is not None]
+    per_token = [shot.time_per_token for shot in good if shot.time_per_token is not None]
     gaps = [gap for shot in good for gap in shot.gaps]
     whole = [shot.done - shot.sent for shot in good]
     output = sum(shot.tokens for shot in good)
@@ -44,6 +51,9 @@ def summarize(run: Run) -> Figures:
         "ttft_p50_s": percentile(ttfts, 0.5),
         "ttft_p90_s": percentile(ttfts, 0.9),
         "ttft_p99_s": percentile(ttfts, 0.99),
+        "tpot_p50_s": percentile(per_token, 0.5),
+        "tpot_p90_s": percentile(per_token, 0.9),
+        "tpot_p99_s": percentile(per_token, 0.99),
         "itl_p50_s": percentile(gaps, 0.5),
         "itl_p90_s": percentile(gaps, 0.9),
         "itl_p99_s": percentile(gaps, 0.99),
@@ -70,16 +80,34 @@ def spread(rounds: Sequence[Mapping[str, float | None]]) -> dict[str, dict[str, 
     return found
 
 
+def outcome(shots: Sequence[Shot]) -> dict[str, Any]:
+    """Return the numbers of requests that were sent and that failed, and the number of failures by their reason."""
+    errors = Counter(shot.error for shot in shots if shot.error is not None)
+    return {"sent": len(shots), "failed": errors.total(), "errors": dict(errors.most_common())}
+
+
+def failures(found: Mapping[str, Any]) -> str:
+    """Return an outcome in words, with the most frequent reasons."""
+    errors = found["errors"]
+    reasons = [f"{reason} ({count})" for reason, count in errors.items()] if len(errors) > 1 else [*errors]
+    more = len(reasons) - MOST_REASONS
+    others = [f"and {more} other reason{'s' * (more > 1)}"] if more > 0 else []
+    return f"{found['failed']} of {found['sent']} requests failed: {'; '.join([*reasons[:MOST_REASONS], *others])}"
+
+
 def notes(target: Target, shots: Sequence[Shot]) -> list[str]:
     """Return what a reader must know: how the figures were counted, and what differs from the request."""
     good = [shot for shot in shots if shot.ok]
     found = list(target.notes)
-    if failed := len(shots) - len(good):
-        reasons = sorted({shot.error for shot in shots if shot.error})
-        found.append(f"{failed} of {len(shots)} requests failed: {reasons[0]}")
+    if len(good) < len(shots):
+        found.append(failures(outcome(shots)))
     chunks, tokens = sum(len(shot.times) for shot in good), sum(shot.tokens for shot in good)
     if chunks and tokens > chunks * 1.02 and any(shot.streamed for shot in good):
-        found.append(f"{tokens} tokens came in {chunks} chunks: gaps are between chunks")
+        found.append(f"{tokens} tokens came in {chunks} chunks: a gap between chunks is not the time of a token")
+    gaps = [gap for shot in good for gap in shot.gaps]
+    together = sum(gap < TOGETHER_S for gap in gaps)
+    if together > 0.02 * len(gaps):
+        found.append(f"{together} of {len(gaps)} gaps between chunks are within one read: they are not times of tokens")
     if short := sum(1 for shot in good if shot.tokens < shot.output_len):
         found.append(f"{short} of {len(good)} outputs ended before the requested length")
     if cached := sum(shot.cached_tokens or 0 for shot in good):

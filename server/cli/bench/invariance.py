@@ -25,8 +25,9 @@ def add_arguments(parser: Parser) -> None:
     parser.description = (
         "Send each request alone, then all of them again in random order and together, and count the tokens that differ"
         " and the bits that differ in the log-probabilities of equal tokens. Half of the requests are greedy, half are"
-        " sampled with a seed. The second time, prompts are in the prefix cache. The exit code is 1 if the server"
-        " reports that it is exact and something differs."
+        " sampled with a seed. The second time, prompts are in the prefix cache. Characters are compared where the"
+        " server returns no token ids. The exit code is 1 if a request failed, or if the server reports that it is"
+        " exact and something differs."
     )
     box = parser.add_argument_group("requests")
     options.add_number(box, "--requests", 200, "requests")
@@ -37,9 +38,10 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the number of differences. Returns 1 if there are any though the server reports that it is exact."""
+    """Print the differences. Returns 1 if an exact server has any, or if not every request could be compared."""
     result = report(arguments, measure, shown)
-    return 1 if result["exact"] and (result["tokens_differing"] or result["bits_differing"]) else 0
+    is_wrong = result["exact"] and (result["tokens_differing"] or result["bits_differing"])
+    return 1 if is_wrong or result["requests_compared"] < result["workload"]["requests"] else 0
 
 
 async def measure(arguments: argparse.Namespace) -> Result:
@@ -54,12 +56,14 @@ async def measure(arguments: argparse.Namespace) -> Result:
             shuffled.append(replace(asks[index], at=at))
         together = await session.send(shuffled, arguments.concurrency, "together")
         pairs = [(alone.shots[index], shot) for index, shot in zip(order, together.shots, strict=True)]
-        found = [compare(a, b) for a, b in pairs if a.ok and b.ok]
+        good = [(a, b) for a, b in pairs if a.ok and b.ok]
+        found = [compare(a, b) for a, b in good]
         return {
             "bench": "invariance",
             **session.about(),
             "workload": options.chosen(arguments, "requests", "concurrency", "output_len"),
             "exact": session.target.version.get("exact"),
+            "unit": "tokens" if any(has_ids(*pair) for pair in good) else "characters",  # of the counts of tokens
             "requests_compared": len(found),
             "requests_differing": sum(1 for each in found if each.tokens or each.logprobs),
             "tokens": sum(each.compared for each in found),
@@ -99,8 +103,10 @@ class Difference:
 
 def compare(alone: Shot, together: Shot) -> Difference:
     """Compare tokens, and the log-probabilities up to the first token that differs: after it the contexts differ."""
-    a: Sequence[Any] = alone.token_ids or list(alone.text)
-    b: Sequence[Any] = together.token_ids or list(together.text)
+    a: Sequence[Any] = alone.text
+    b: Sequence[Any] = together.text
+    if has_ids(alone, together):
+        a, b = alone.token_ids, together.token_ids
     length = max(len(a), len(b))
     same = next((i for i in range(length) if a[i : i + 1] != b[i : i + 1]), length)
     differing = sum(1 for i in range(length) if a[i : i + 1] != b[i : i + 1])
@@ -116,6 +122,11 @@ def compare(alone: Shot, together: Shot) -> Difference:
     )
 
 
+def has_ids(*shots: Shot) -> bool:
+    """Return whether the server has returned the ids of all tokens."""
+    return all(shot.token_ids for shot in shots)
+
+
 def bits_of(value: float) -> int:
     """Return the bits of a number as float32, which the nine digits of a response determine."""
     return int.from_bytes(struct.pack("<f", value), "little")
@@ -129,9 +140,10 @@ def shown(result: Result) -> str:
         [
             f"{server_and_model(result)}, {claim}: {work['requests']} requests alone,"
             f" then at most {work['concurrency']} together",
-            f"{result['tokens_differing']:,} of {result['tokens']:,} tokens differ",
+            f"{result['tokens_differing']:,} of {result['tokens']:,} {result['unit']} differ",
             f"{result['bits_differing']:,} bits differ, in {result['logprobs_differing']:,} of {result['logprobs']:,}"
             f" log-probabilities, by at most {number(result['largest_difference'])}",
-            f"{result['requests_differing']} of {result['requests_compared']} requests have different responses",
+            f"{result['requests_differing']} of {result['requests_compared']} requests have different responses;"
+            f" {work['requests'] - result['requests_compared']} of {work['requests']} could not be compared",
         ]
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...observability.phases import PHASES
 from ..banner import count
-from ..commands import Parser, settings_from
+from ..commands import Failure, Parser, settings_from, warn
 from . import limits, options, plots
 from .figures import Figures, median, spread, summarize
 from .session import Session, opened, rounds
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 LABELS = [
     ("ttft_p50_s", "first token", "s"),
     ("prefill_tok_s", "prefill, tokens/s", ""),
-    ("itl_p50_s", "time per token, median", "s"),
-    ("itl_p99_s", "time per token, p99", "s"),
+    ("tpot_p50_s", "time per token", "s"),
+    ("itl_p50_s", "gap between chunks, median", "s"),
+    ("itl_p99_s", "gap between chunks, p99", "s"),
     ("decode_tok_s", "decode, tokens/s", ""),
     ("e2e_p50_s", "whole response", "s"),
 ]
@@ -56,7 +57,7 @@ async def measure(arguments: argparse.Namespace) -> Result:
     async with opened(arguments) as session:
         lengths = session.lengths(arguments)
         runs = await rounds(session, arguments, lambda: [session.prompts.ask(*lengths)], 1)
-        steps = await session.steps()
+        steps = await session.steps() if session.failure is None else []
         figures = [summarize(each) for each in runs]
         for each in figures:
             tokens, seconds = each["prompt_tokens"], each["ttft_p50_s"]
@@ -64,7 +65,7 @@ async def measure(arguments: argparse.Namespace) -> Result:
         result = session.result("latency", options.chosen(arguments, "input_len", "output_len", "rounds"), runs)
         result["figures"] = spread(figures)
         result["requests"] = [shot for each in result["requests"] for shot in each]
-        if session.child is not None:
+        if session.child is not None and session.failure is None:
             result["prefill"] = phases(prefilling(steps))
             result["steps"] = await by_rows(session, arguments, steps, limit)
         return result
@@ -82,7 +83,11 @@ async def by_rows(
         steps = alone
         if rows > 1:
             asks = [session.prompts.ask(arguments.input_len, arguments.output_len) for _ in range(rows)]
-            await session.send(asks, label=f"{rows} rows")
+            try:
+                (await session.send(asks, label=f"{rows} rows")).complete()
+            except Failure as error:
+                warn(f"no steps of {rows} rows were measured: {error}")
+                continue
             steps = await session.steps()
         seen = decoding(steps, rows)
         if seen:

@@ -76,6 +76,7 @@ class Arrival:
     output_len: int
     blocks: tuple[int, ...] = ()  # hash ids: equal leading ones are an equal prefix
     block_len: int = HASH_BLOCK
+    is_cut: bool = False  # its lengths did not fit the server
 
 
 def poisson(rate: float, count: int, seed: int) -> list[float]:
@@ -137,13 +138,15 @@ def scaled(arrivals: Sequence[Arrival], time_scale: float, length_scale: float, 
     """Return a trace with scaled times and lengths; a request has at most `max_len` tokens, half of them output."""
     done = []
     for arrival in arrivals:
-        input_len = max(1, round(arrival.input_len * length_scale))
-        output_len = max(1, round(arrival.output_len * length_scale))
+        lengths = input_len, output_len = [
+            max(1, round(length * length_scale)) for length in (arrival.input_len, arrival.output_len)
+        ]
         if max_len is not None:
             output_len = min(output_len, max_len // 2)
             input_len = min(input_len, max_len - output_len)
         block_len = max(1, round(HASH_BLOCK * length_scale))
-        done.append(Arrival(arrival.at * time_scale, input_len, output_len, arrival.blocks, block_len))
+        is_cut = [input_len, output_len] != lengths
+        done.append(Arrival(arrival.at * time_scale, input_len, output_len, arrival.blocks, block_len, is_cut))
     return done
 
 
@@ -153,6 +156,12 @@ class Run:
 
     shots: list[Shot]
     wall: float  # seconds from the first request to the end of the last
+
+    def complete(self) -> Run:
+        """Return this run. Raises Failure if a request failed."""
+        if errors := [shot.error for shot in self.shots if shot.error is not None]:
+            raise Failure(f"{len(errors)} of {len(self.shots)} requests failed: {errors[0]}")
+        return self
 
 
 async def run(
@@ -164,7 +173,8 @@ async def run(
 ) -> Run:
     """Send every request at its time, at most `concurrency` at once, and wait for all.
 
-    Failed requests are counted. Raises Failure if the server is gone; `died()` returns the reason, if it is known.
+    A failed request has an error in its result. Raises Failure if the server is gone; `died()` returns the reason, if
+    it is known.
     """
     slots = asyncio.Semaphore(concurrency or len(asks) or 1)
     began = time.perf_counter()
@@ -185,14 +195,13 @@ async def run(
         ends: list[asyncio.Future[Any]] = [everything, gone]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
-            good = sum(1 for task in tasks if task.done() and not task.cancelled() and task.result().ok)
+            ended = [task for task in tasks if task.done() and not task.cancelled() and task.exception() is None]
+            good = sum(task.result().ok for task in ended)
             why = died() or "it no longer responds"
             raise Failure(f"the server died after {good} of {len(asks)} responses: {why}")
         shots = everything.result()
     finally:
         gone.cancel()
         everything.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    if shots and not any(shot.ok for shot in shots):
-        raise Failure(f"every request failed: {shots[0].error}")
+        await asyncio.gather(everything, *tasks, return_exceptions=True)  # also of tasks that failed meanwhile
     return Run(shots, max(shot.done for shot in shots) - min(shot.sent for shot in shots))

@@ -102,8 +102,7 @@ def add_output(parser: Parser, plots: bool = True) -> None:
         metavar="FILE.json",
         type=json_file,
         default=False,
-        help="write all results, with the time of every token, as JSON to FILE; without FILE print them instead of the"
-        " table",
+        help="write the whole result as JSON to FILE; without FILE print it instead of the table",
     )
     if plots:
         box.add_argument("--plot", metavar="DIR", type=Path, help="draw PNGs into DIR (needs matplotlib)")

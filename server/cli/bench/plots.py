@@ -47,14 +47,14 @@ def _figure(path: Path, title: str, x: str, y: str) -> Iterator[Any]:
 def throughput(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> None:
     """Plot the tokens per second of all requests over the time per token of each request.
 
-    A point has load, output_tok_s and itl_p50_s, and limit_tok_s and limit_itl_s if these are known.
+    A point has load, output_tok_s and tpot_p50_s, and limit_tok_s and limit_tpot_s if these are known.
     """
     with _figure(path, title, "time per token, median (ms)", "tokens/s of all requests") as axes:
-        known = [point for point in points if point["itl_p50_s"]]
-        _labelled(axes, known, "itl_p50_s", "output_tok_s", "o-", color=OURS, label="measured")
-        if limits := [point for point in known if point.get("limit_itl_s")]:
+        known = [point for point in points if point["tpot_p50_s"]]
+        _labelled(axes, known, "tpot_p50_s", "output_tok_s", "o-", color=OURS, label="measured")
+        if limits := [point for point in known if point.get("limit_tpot_s")]:
             style = {"color": LIMIT, "markersize": 4, "label": LIMIT_LABEL}
-            _labelled(axes, limits, "limit_itl_s", "limit_tok_s", "s--", **style)
+            _labelled(axes, limits, "limit_tpot_s", "limit_tok_s", "s--", **style)
             axes.set_xscale("log")
             axes.set_yscale("log")
             _plain(axes.xaxis)
@@ -71,17 +71,17 @@ def _labelled(axes: Any, points: Sequence[Mapping[str, Any]], x: str, y: str, ma
 
 
 def context(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> None:
-    """Plot the time per token over the context length.
+    """Plot the time per token and the longest gaps over the context length.
 
-    A point has context, itl_p50_s and itl_p99_s, and limit_itl_s if it is known.
+    A point has context, tpot_p50_s and itl_p99_s, and limit_tpot_s if it is known.
     """
     with _figure(path, title, "context length (tokens)", "time per token (ms)") as axes:
-        known = [point for point in points if point["itl_p50_s"]]
+        known = [point for point in points if point["tpot_p50_s"]]
         x = [point["context"] for point in known]
-        axes.plot(x, [1e3 * point["itl_p99_s"] for point in known], "^:", color=SECOND, label="99th percentile")
-        axes.plot(x, [1e3 * point["itl_p50_s"] for point in known], "o-", color=OURS, label="median")
-        if limits := [point for point in known if point.get("limit_itl_s")]:
-            y = [1e3 * point["limit_itl_s"] for point in limits]
+        axes.plot(x, [1e3 * point["itl_p99_s"] for point in known], "^:", color=SECOND, label="99th percentile of gaps")
+        axes.plot(x, [1e3 * point["tpot_p50_s"] for point in known], "o-", color=OURS, label="median")
+        if limits := [point for point in known if point.get("limit_tpot_s")]:
+            y = [1e3 * point["limit_tpot_s"] for point in limits]
             axes.plot([p["context"] for p in limits], y, "s--", color=LIMIT, markersize=4, label=LIMIT_LABEL)
         axes.set_xscale("log", base=2)
         axes.set_xticks(x)

@@ -68,7 +68,7 @@ async def measured(
     for index in range(arguments.warmup + arguments.rounds):
         before = await limits.measure()
         await session.steps()
-        await session.send([session.prompts.ask(*each) for each in lengths], label=label)
+        (await session.send([session.prompts.ask(*each) for each in lengths], label=label)).complete()
         steps = await session.steps()
         if index >= arguments.warmup:
             found.append((steps, [before, await limits.measure()]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..commands import Parser, UsageError, whole
 from . import options
 from .client import Ask
-from .load import fixed, poisson, read_trace, scaled
+from .load import Arrival, fixed, poisson, read_trace, scaled
 from .session import Session, opened, rounds
 from .show import Result, figures_table, report
 
@@ -21,10 +21,13 @@ LABELS = [
     ("ttft_p50_s", "first token, median", "s"),
     ("ttft_p90_s", "first token, p90", "s"),
     ("ttft_p99_s", "first token, p99", "s"),
-    ("itl_p50_s", "time per token, median", "s"),
-    ("itl_p90_s", "time per token, p90", "s"),
-    ("itl_p99_s", "time per token, p99", "s"),
-    ("itl_max_s", "longest gap between tokens", "s"),
+    ("tpot_p50_s", "time per token, median", "s"),
+    ("tpot_p90_s", "time per token, p90", "s"),
+    ("tpot_p99_s", "time per token, p99", "s"),
+    ("itl_p50_s", "gap between chunks, median", "s"),
+    ("itl_p90_s", "gap between chunks, p90", "s"),
+    ("itl_p99_s", "gap between chunks, p99", "s"),
+    ("itl_max_s", "longest gap between chunks", "s"),
     ("e2e_p50_s", "whole response, median", "s"),
     ("e2e_p99_s", "whole response, p99", "s"),
     ("late_max_s", "maximum delay in sending", "s"),
@@ -65,12 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def asks(session: Session, arguments: argparse.Namespace, number: int) -> list[Ask]:
-    """Return the requests of one round, with their arrival times."""
-    if arguments.trace is not None:
-        arrivals = read_trace(arguments.trace, arguments.requests)
-        arrivals = scaled(arrivals, arguments.time_scale, arguments.length_scale, session.target.max_len)
-        return [session.prompts.traced(arrival) for arrival in arrivals]
+def arriving(session: Session, arguments: argparse.Namespace, number: int) -> list[Ask]:
+    """Return the requests of one round, which arrive at the requested rate."""
     lengths = session.lengths(arguments)
     count, rate = arguments.requests or REQUESTS, arguments.rate or RATE
     seed = session.seed + number
@@ -78,36 +77,45 @@ def asks(session: Session, arguments: argparse.Namespace, number: int) -> list[A
     return [session.prompts.ask(*lengths, at=at) for at in times]
 
 
-def rate(asks: Sequence[Ask]) -> float | None:
+def rate(trace: Sequence[Arrival]) -> float | None:
     """Return the requests per second; None if all arrive at once."""
-    seconds = asks[-1].at - asks[0].at
-    return (len(asks) - 1) / seconds if seconds else None  # N arrivals have N - 1 intervals
+    seconds = trace[-1].at - trace[0].at
+    return (len(trace) - 1) / seconds if seconds else None  # N arrivals have N - 1 intervals
 
 
 async def measure(arguments: argparse.Namespace) -> Result:
     async with opened(arguments) as session:
-        made = [asks(session, arguments, number) for number in range(arguments.rounds)]
-        # The warm-up needs no arrival times: one request per repetition is enough.
+        trace: list[Arrival] = []
+        if arguments.trace is not None:
+            trace = read_trace(arguments.trace, arguments.requests)
+            trace = scaled(trace, arguments.time_scale, arguments.length_scale, session.target.max_len)
+        made = [
+            [session.prompts.traced(arrival) for arrival in trace] or arriving(session, arguments, number)
+            for number in range(arguments.rounds)
+        ]
+        sent = made[0]
+        # The warm-up needs no arrival times: one request per repetition, with a prompt of its own, is enough.
         runs = await rounds(
             session,
             arguments,
             iter(made).__next__,
             arguments.concurrency,
-            warmup=lambda: [session.prompts.ask(arguments.input_len, arguments.output_len)],
+            warmup=lambda: [session.prompts.ask(sent[0].input_len, sent[0].output_len)],
         )
-        sent = made[-1]
         workload = {
             "requests": len(sent),
             "arrivals": str(arguments.trace) if arguments.trace else arguments.arrivals,
-            "rate": rate(sent),
+            "rate": rate(trace) if trace else arguments.rate or RATE,
             "input_len": sum(ask.input_len for ask in sent) / len(sent),
             "output_len": sum(ask.output_len for ask in sent) / len(sent),
             **options.chosen(arguments, "concurrency", "rounds"),
         }
         result = session.result("serve", workload, runs)
-        longest = session.target.max_len
-        if cut := sum(1 for ask in sent if ask.input_len + ask.output_len == longest):
-            result["notes"].append(f"{cut} of {len(sent)} requests were cut to the {longest} tokens that fit")
+        if cut := sum(arrival.is_cut for arrival in trace):
+            longest = session.target.max_len
+            result["notes"].append(
+                f"{cut} of {len(trace)} requests were cut to the {longest} tokens that fit, at most half of them output"
+            )
         return result
 
 

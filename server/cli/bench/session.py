@@ -12,10 +12,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..commands import UsageError, settings_from
+from ..commands import Failure, UsageError, settings_from
+from ..commands.serve import raise_open_files
 from ..machine import cpu_facts
 from .client import Ask, Target, connect
-from .figures import notes, spread, summarize
+from .figures import notes, outcome, spread, summarize
 from .load import Prompts, Run, run
 from .processes import Child, flags, peak_bytes, pequod, variables
 from .show import Result
@@ -39,6 +40,7 @@ class Session:
         self.seed = seed
         self.prompts = Prompts(target, seed)
         self.progress = progress
+        self.failure: str | None = None  # why the measurement ended early: the server is gone
         self._steps = StepLog(child.folder / "steps.jsonl") if child is not None else None
         self._received = 0  # output tokens since the last call of `steps`
 
@@ -80,13 +82,16 @@ class Session:
 
     def result(self, bench: str, workload: dict[str, Any], runs: Sequence[Run]) -> Result:
         """Return the result of these runs for JSON."""
+        shots = [shot for each in runs for shot in each.shots]
         return {
             "bench": bench,
             **self.about(),
             "workload": workload,
+            **outcome(shots),
+            "failure": self.failure,
             "figures": spread([summarize(each) for each in runs]),
             "peak_bytes": self.peak_bytes(),
-            "notes": notes(self.target, [shot for each in runs for shot in each.shots]),
+            "notes": notes(self.target, shots),
             "requests": [[shot.record() for shot in each.shots] for each in runs],
         }
 
@@ -123,6 +128,7 @@ async def opened(arguments: argparse.Namespace) -> AsyncIterator[Session]:
     """Use the server at --url, or a Pequod that runs until the block ends."""
     loaded = settings_from(arguments)
     values = loaded.settings
+    raise_open_files()  # each request has a connection
     async with contextlib.AsyncExitStack() as stack:
         progress = stack.enter_context(bar())
         if arguments.url is not None:
@@ -165,11 +171,18 @@ async def rounds(
     concurrency: int | None,
     warmup: Callable[[], Sequence[Ask]] | None = None,
 ) -> list[Run]:
-    """Return the measured repetitions of a case; those of the warm-up, and their steps, are discarded."""
-    for _ in range(arguments.warmup):
-        await session.send((warmup or asks)(), concurrency, "warm-up")
-    await session.steps()
-    return [
-        await session.send(asks(), concurrency, f"round {number + 1} of {arguments.rounds}")
-        for number in range(arguments.rounds)
-    ]
+    """Return the measured repetitions of a case; those of the warm-up, and their steps, are discarded.
+
+    If the server is gone, `session.failure` has the reason, and the repetitions before it are returned.
+    """
+    runs: list[Run] = []
+    try:
+        for _ in range(arguments.warmup):
+            await session.send((warmup or asks)(), concurrency, "warm-up")
+        await session.steps()
+        for number in range(arguments.rounds):
+            done = await session.send(asks(), concurrency, f"round {number + 1} of {arguments.rounds}")
+            runs.append(done)
+    except Failure as error:
+        session.failure = str(error)
+    return runs

@@ -91,6 +91,7 @@ def figures_table(result: Result, workload: str, labels: Labels) -> str:
     """Return the figures as a table, after a description of the workload and before the server's peak memory."""
     title = f"{server_and_model(result)}: {workload}"
     lines = [title, spread_table(result["figures"], labels, result["workload"]["rounds"])]
+    lines.append(f"failed requests: {result['failed']} of {result['sent']}")
     if result["peak_bytes"]:
         lines.append(f"peak memory of the server's processes: {number(result['peak_bytes'], 'bytes')}")
     return "\n".join(lines)
@@ -101,12 +102,22 @@ def report(
     measure: Callable[[argparse.Namespace], Coroutine[Any, Any, Result]],
     shown: Callable[[Result], str],
 ) -> Result:
-    """Measure, print the notes on stderr and the result as a table or as JSON, and return the result."""
+    """Measure, print the notes on stderr and the result as a table or as JSON, and return the result.
+
+    Raises Failure if the server was gone before the end or no request succeeded, after writing what was measured.
+    """
     check(arguments)
     result = asyncio.run(measure(arguments))
+    sent, failure = result.get("sent"), result.get("failure")
+    if sent == 0 and failure is not None:
+        raise Failure(failure)
     for note in dict.fromkeys(result.get("notes", ())):
         warn(note)
     write(arguments, result, shown(result))
+    if failure is not None:
+        raise Failure(failure)
+    if sent and result["failed"] == sent:
+        raise Failure("every request failed")
     return result
 
 

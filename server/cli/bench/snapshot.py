@@ -122,7 +122,7 @@ async def complete(session: Session, api: str, prompt: str, max_tokens: int) -> 
     else:
         own |= {"logprobs": 2}
     run = await session.send([Ask(prompt, 0, max_tokens, body=own)], label="completions")
-    shot = run.shots[0]
+    shot = run.complete().shots[0]
     return {
         "prompt": prompt,
         "sha256": hashlib.sha256(shot.text.encode()).hexdigest(),

@@ -8,10 +8,9 @@ import time
 
 from ..banner import count
 from ..commands import Parser, settings_from
-from . import options
+from . import load, options
 from .client import connect
 from .figures import Figures, spread
-from .load import Prompts
 from .processes import flags, peak_bytes, pequod, variables
 from .session import START_S, bar, machine
 from .show import Result, report, spread_table
@@ -74,9 +73,9 @@ async def once(arguments: argparse.Namespace) -> Figures:
         port, ready = await child.ready(START_S)
         target = await connect(child.url, values.names[0], values.first_key, ask=False, is_own=True)
         stack.push_async_callback(target.http.aclose)
-        prompts = Prompts(target, values.seed or 0)
+        prompts = load.Prompts(target, values.seed or 0)
         lengths = arguments.input_len, arguments.output_len
-        shots = [await target.send(prompts.ask(*lengths), time.perf_counter()) for _ in range(2)]
+        shots = (await load.run(target, [prompts.ask(*lengths) for _ in range(2)], 1)).complete().shots
         return {
             "port_s": port,
             "ready_s": ready,

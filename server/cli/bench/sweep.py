@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..commands import Failure, Parser, settings_from, warn
 from . import limits, options, plots
 from .client import Ask, Shot
-from .figures import notes, spread, summarize
+from .figures import notes, outcome, spread, summarize
 from .load import poisson
 from .session import Session, opened, rounds
 from .show import Result, points_table, report, server_and_model
@@ -19,24 +19,30 @@ from .show import Result, points_table, report, server_and_model
 if TYPE_CHECKING:
     from engine import Roofline
 
+Point = dict[str, Any]
 CONCURRENCY = [1, 2, 4, 8, 16]
 OUTPUT_AT_CONTEXT = 32  # tokens that are timed at each context length
 SETTLE_S = 0.5  # threads may spin for about 0.2 s after their last work, which would disturb the machine's measurement
 # Values of a point that are printed, and drawn.
-POINT = ("output_tok_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "itl_max_s", "e2e_p50_s")
-CONTEXT_LABELS = [
-    ("ttft_p50_s", "first token", "s"),
-    ("itl_p50_s", "time per token", "s"),
-    ("itl_p99_s", "p99", "s"),
-    ("limit_itl_s", "limit", "s"),
+POINT = (
+    *("output_tok_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"),
+    *("itl_p50_s", "itl_p99_s", "itl_max_s", "e2e_p50_s"),
+)
+LAST_LABELS = [
+    ("limit_tpot_s", "limit", "s"),
     ("share", "share", "%"),
+    ("itl_p99_s", "p99 gap", "s"),
+    ("failed", "failed", ""),
 ]
+CONTEXT_LABELS = [("ttft_p50_s", "first token", "s"), ("tpot_p50_s", "time per token", "s"), *LAST_LABELS]
 LOAD_LABELS = [
     ("output_tok_s", "tokens/s", ""),
     ("limit_tok_s", "limit", ""),
-    CONTEXT_LABELS[0],
+    ("ttft_p50_s", "first token", "s"),
     ("ttft_p99_s", "p99", "s"),
-    *CONTEXT_LABELS[1:],
+    ("tpot_p50_s", "time per token", "s"),
+    ("tpot_p99_s", "p99", "s"),
+    *LAST_LABELS,
 ]
 
 
@@ -77,9 +83,10 @@ async def measure(arguments: argparse.Namespace) -> Result:
             probe = await stack.enter_async_context(limits.probe_where_known(settings_from(arguments).settings))
         session = await stack.enter_async_context(opened(arguments))
         sweep = Sweep(session, arguments, probe)
-        by_load = [await sweep.together(count) for count in arguments.concurrency or ()]
-        by_rate = [await sweep.at_rate(rate) for rate in arguments.rate or ()]
-        by_context = [await sweep.at_context(length) for length in arguments.context or () if sweep.fits(length)]
+        by_load = await points(sweep.together, arguments.concurrency or ())
+        by_rate = await points(sweep.at_rate, arguments.rate or ())
+        fitting = [length for length in arguments.context or () if sweep.fits(length)]
+        by_context = await points(sweep.at_context, fitting)
         limit = limits.middle(sweep.limits) if sweep.limits else None
         if limit is not None:
             add_limits(limit, by_load, by_context, arguments)
@@ -87,6 +94,8 @@ async def measure(arguments: argparse.Namespace) -> Result:
             "bench": "sweep",
             **session.about(),
             "workload": options.chosen(arguments, "input_len", "output_len", "rounds"),
+            **outcome(sweep.shots),
+            "failure": session.failure,
             "limit": None if limit is None else {name: getattr(limit, name) for name in limit.__struct_fields__},
             "machine_limits": {rate: [getattr(each, rate) for each in sweep.limits] for rate in limits.RATES},
             "concurrency": by_load,
@@ -95,6 +104,12 @@ async def measure(arguments: argparse.Namespace) -> Result:
             "peak_bytes": session.peak_bytes(),
             "notes": notes(session.target, sweep.shots),
         }
+
+
+async def points(measure: Callable[[Any], Awaitable[Point | None]], loads: Sequence[float]) -> list[Point]:
+    """Return the points of these loads, which end where the server is gone."""
+    found = [await measure(load) for load in loads]
+    return [point for point in found if point is not None]
 
 
 class Sweep:
@@ -116,12 +131,13 @@ class Sweep:
         warn(f"--context {context} is left out: the server accepts {max_len} tokens of prompt and output")
         return False
 
-    async def together(self, count: int) -> dict[str, Any]:
+    async def together(self, count: int) -> Point | None:
         """Measure this number of requests at once."""
-        point = await self._point(str(count), lambda: [self.session.prompts.ask(*self.lengths) for _ in range(count)])
-        return point | {"count": count}
+        return await self._point(
+            str(count), lambda: [self.session.prompts.ask(*self.lengths) for _ in range(count)], count=count
+        )
 
-    async def at_rate(self, rate: float) -> dict[str, Any]:
+    async def at_rate(self, rate: float) -> Point | None:
         """Measure requests that arrive at random times."""
 
         def asks() -> list[Ask]:
@@ -130,18 +146,24 @@ class Sweep:
 
         return await self._point(f"{rate:g}/s", asks)
 
-    async def at_context(self, length: int) -> dict[str, Any]:
+    async def at_context(self, length: int) -> Point | None:
         """Measure one request with a prompt of this length."""
-        point = await self._point(str(length), lambda: [self.session.prompts.ask(length, OUTPUT_AT_CONTEXT)])
-        return point | {"context": length}
+        ask = self.session.prompts.ask
+        return await self._point(str(length), lambda: [ask(length, OUTPUT_AT_CONTEXT)], context=length)
 
-    async def _point(self, load: str, asks: Callable[[], Sequence[Ask]]) -> dict[str, Any]:
+    async def _point(self, load: str, asks: Callable[[], Sequence[Ask]], **facts: int) -> Point | None:
+        """Return a point with further facts, or None if the server is gone."""
+        if self.session.failure is not None:
+            return None
         runs = await rounds(self.session, self.arguments, asks, None)
+        if not runs:
+            return None
         await self._measure_machine()
-        self.shots += [shot for each in runs for shot in each.shots]
+        shots = [shot for each in runs for shot in each.shots]
+        self.shots += shots
         figures = spread([summarize(each) for each in runs])
-        point: dict[str, Any] = {name: figures[name]["median"] if name in figures else None for name in POINT}
-        return {"load": load, **point, "figures": figures}
+        point = {name: figures[name]["median"] if name in figures else None for name in POINT}
+        return {"load": load, **facts, **outcome(shots), **point, "figures": figures}
 
     async def _measure_machine(self) -> None:
         if self.probe is None:
@@ -156,8 +178,8 @@ class Sweep:
 
 def add_limits(
     limit: Roofline,
-    by_load: Sequence[dict[str, Any]],
-    by_context: Sequence[dict[str, Any]],
+    by_load: Sequence[Point],
+    by_context: Sequence[Point],
     arguments: argparse.Namespace,
 ) -> None:
     """Add to the points the limits of this machine."""
@@ -166,11 +188,11 @@ def add_limits(
         count, seen = point["count"], prompt + output // 2  # tokens that a row attends to halfway through its output
         step = limit.seconds(count, count * seen, count * seen, count)
         first = limit.seconds(count * prompt, count * prompt, count * prompt * prompt // 2, count)
-        point["limit_itl_s"] = step
+        point["limit_tpot_s"] = step
         point["limit_tok_s"] = count * output / (first + (output - 1) * step)
     for point in by_context:
         length, seen = point["context"], point["context"] + OUTPUT_AT_CONTEXT // 2
-        point["limit_itl_s"] = limit.seconds(1, seen, seen, 1)
+        point["limit_tpot_s"] = limit.seconds(1, seen, seen, 1)
         point["limit_ttft_s"] = limit.seconds(length, length, length * length // 2, 1)
 
 
@@ -192,8 +214,8 @@ def _lengths(result: Result) -> str:
     return f"{result['workload']['input_len']} tokens in, {result['workload']['output_len']} out"
 
 
-def _share(point: dict[str, Any]) -> float | None:
-    limit, measured = point.get("limit_itl_s"), point["itl_p50_s"]
+def _share(point: Point) -> float | None:
+    limit, measured = point.get("limit_tpot_s"), point["tpot_p50_s"]
     return limit / measured if limit and measured else None
 
 

@@ -15,9 +15,11 @@ LABELS = [
     ("wall_s", "total time", "s"),
     ("ttft_p50_s", "first token, median", "s"),
     ("ttft_p99_s", "first token, p99", "s"),
-    ("itl_p50_s", "time per token, median", "s"),
-    ("itl_p99_s", "time per token, p99", "s"),
-    ("itl_max_s", "longest gap between tokens", "s"),
+    ("tpot_p50_s", "time per token, median", "s"),
+    ("tpot_p99_s", "time per token, p99", "s"),
+    ("itl_p50_s", "gap between chunks, median", "s"),
+    ("itl_p99_s", "gap between chunks, p99", "s"),
+    ("itl_max_s", "longest gap between chunks", "s"),
 ]
 
 

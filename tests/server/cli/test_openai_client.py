@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from server.cli.bench.client import Ask, Target
 from server.cli.commands import Failure, Parser, UsageError, chat, complete, settings_from
-from server.cli.openai_client import base_url, describe, open_client
+from server.cli.openai_client import Shot, base_url, describe, open_client, send
 from server.cli.source import Source
 
 MODELS = httpx.Response(200, json={"data": [{"id": "whale", "max_model_len": 64}]})
@@ -130,6 +131,51 @@ async def test_a_long_error_is_shown_whole_and_cut_in_the_reports_of_bench(respo
     assert whole.endswith(LONG)
     shot = await Target(http, "http://sea", "whale", "completions", {}, None).send(Ask("Hi", 1, 1), 0.0)
     assert shot.error == whole[:340]
+
+
+async def received(*events: object) -> tuple[Shot, str]:
+    """Return the result of a request whose stream has these events, and the text that was shown."""
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    http = answering(completions=httpx.Response(200, headers={"content-type": "text/event-stream"}, text=stream))
+    shown: list[str] = []
+    await send(http, {"prompt": "Hi"}, shot := Shot(0.0, 1, 1, sent=0.0), 0.0, shown.append)
+    return shot, "".join(shown)
+
+
+def delta(content: object, **more: object) -> dict[str, object]:
+    return {"choices": [{"delta": {"content": content}, **more}]}
+
+
+async def test_a_text_may_be_a_list_of_parts():
+    parts = [{"type": "text", "text": "the "}, {"type": "reference"}, {"type": "text", "text": "sea"}]
+    shot, shown = await received(delta(parts), delta(None, finish_reason="stop"))
+    assert (shot.error, shot.text, shown, shot.tokens) == (None, "the sea", "the sea", 1)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        "whale",
+        ["whale"],
+        {"choices": [None]},
+        {"choices": 7},
+        delta(7),
+        delta(["whale"]),
+        {"choices": [{"delta": "whale"}]},
+        delta("a", token_ids=7),
+        delta("a", logprobs={"content": [{"token": "a"}]}),
+        delta("a", logprobs={"token_logprobs": [None]}),
+    ],
+)
+async def test_an_event_of_another_form_fails_the_request(event):
+    shot, _ = await received(event)
+    assert shot.error == "the server sent a response of an unexpected form"
+
+
+@pytest.mark.parametrize("usage", ["none", 7, {"prompt_tokens": "12", "completion_tokens": -1}, {}])
+async def test_counts_of_another_form_are_unknown(usage):
+    shot, shown = await received(delta("a"), delta("b"), {"choices": [], "usage": usage})
+    assert (shot.error, shown, shot.prompt_tokens, shot.tokens) == (None, "ab", None, 2)
 
 
 @pytest.mark.parametrize("url", ["HTTP://sea", "http://sea/v1/", "https://[::1]:65535"])

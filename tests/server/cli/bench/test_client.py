@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -11,9 +13,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import pytest
 
-from server.cli.bench.client import Ask, connect
+from server.cli.bench.client import Ask, Shot, Target, connect
 from server.cli.bench.figures import notes, summarize
 from server.cli.bench.load import Prompts, run
 from server.cli.commands import Failure, UsageError
@@ -32,6 +35,8 @@ class Other:
     per_chunk: int = 1
     stops_at: int | None = None  # tokens, whatever the request says
     dies_after: int | None = None  # completions
+    busy_after: int | None = None  # completions; those after it are refused for the moment
+    max_len: int | None = None
     breaks_off: bool = False  # after the first token
     status: int = 200
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -45,7 +50,7 @@ class Other:
                 if other.is_dead:
                     self.connection.close()
                 elif self.path == "/v1/models":
-                    self.respond(200, {"data": [{"id": "other"}]})
+                    self.respond(200, {"data": [{"id": "other", "max_model_len": other.max_len}]})
                 else:
                     self.respond(404, {})
 
@@ -54,6 +59,9 @@ class Other:
                 other.bodies.append(body)
                 if other.is_dead:
                     self.connection.close()
+                    return
+                if other.busy_after is not None and len(other.bodies) > other.busy_after:
+                    self.respond(429, {"error": {"message": "too busy"}})
                     return
                 wrong = next((name for name in other.refuses if name in body), None)
                 if wrong is None and not other.takes_ids and isinstance(body.get("prompt"), list):
@@ -202,9 +210,45 @@ async def test_a_stream_that_breaks_off_is_a_failed_request():
         async with aclosing(target.http):
             good = await run(target, [Ask([300], 1, 4)])
             other.breaks_off = True
-            with pytest.raises(Failure, match="every request failed: the stream ended without a last event"):
-                await run(target, [Ask([300], 1, 4)])
-        assert good.shots[0].ok
+            bad = await run(target, [Ask([300], 1, 4)])
+        assert good.complete().shots[0].ok
+        with pytest.raises(Failure, match="1 of 1 requests failed: the stream ended without a last event"):
+            bad.complete()
+
+
+async def test_a_client_without_file_descriptors_does_not_report_that_the_server_died():
+    def respond(request: httpx.Request) -> httpx.Response:
+        error = httpx.ConnectError("All connection attempts failed")
+        error.__cause__ = ExceptionGroup("", [OSError(errno.EMFILE, "Too many open files")])
+        raise error
+
+    async with httpx.AsyncClient(base_url="http://sea", transport=httpx.MockTransport(respond)) as http:
+        target = Target(http, "http://sea", "other", "completions", {}, None)
+        done = await run(target, [Ask([300], 1, 4)] * 2)
+        assert await target.is_alive()
+    assert [shot.error for shot in done.shots] == [
+        "no file descriptor was left for the connection; `ulimit -n` raises the limit"
+    ] * 2
+
+
+async def test_a_server_that_dies_leaves_no_error_that_nobody_reads():
+    unread = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
+
+    class Dying:
+        async def send(self, ask, began):
+            if ask.output_len == 2:
+                raise OSError
+            return Shot(0.0, 1, 1, sent=0.0, error="lost", broken=True)
+
+        async def is_alive(self):
+            return False
+
+    with pytest.raises(Failure, match="the server died after 0 of 2 responses"):
+        await run(Dying(), [Ask([300], 1, 1), Ask([300], 1, 2)])  # type: ignore[arg-type]
+    gc.collect()
+    await asyncio.sleep(0)
+    assert unread == []
 
 
 async def test_a_server_that_dies_ends_the_run():
@@ -239,10 +283,8 @@ async def test_an_address_without_a_server(url, error, message):
 async def test_requests_keep_their_places_and_their_times():
     seen = []
 
-    class Target:
+    class Waiting:
         async def send(self, ask, began):
-            from server.cli.bench.client import Shot
-
             seen.append(ask.at)
             running.append(1)
             most.append(len(running))
@@ -253,7 +295,7 @@ async def test_requests_keep_their_places_and_their_times():
     running: list[int] = []
     most: list[int] = []
     asks = [Ask([300], 1, 1, at=at) for at in (0.02, 0.0, 0.01)]
-    done = await run(Target(), asks, concurrency=1)  # type: ignore[arg-type]
+    done = await run(Waiting(), asks, concurrency=1)  # type: ignore[arg-type]
     assert seen == [0.0, 0.01, 0.02]
     assert [shot.at for shot in done.shots] == [0.02, 0.0, 0.01]
     assert max(most) == 1

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from server.cli.bench import figures, options, serve
-from server.cli.bench.client import IDS, Ask, Shot
+from server.cli.bench.client import IDS, Shot
 from server.cli.bench.load import Arrival, Prompts, Run, fixed, poisson, read_trace, scaled
 from server.cli.bench.show import number, table
 from server.cli.commands import UsageError
@@ -37,9 +37,9 @@ def test_a_percentile_lies_between_its_neighbours(values, share, expected):
 
 
 def test_the_reported_rate_is_that_of_the_intervals():
-    assert serve.rate([Ask("", 1, 1, at=at) for at in fixed(4.0, 5)]) == 4.0
-    assert serve.rate([Ask("", 1, 1, at=at) for at in (0.5, 1.5, 2.5)]) == 1.0
-    assert serve.rate([Ask("", 1, 1, at=at) for at in (0.0, 0.0)]) is None
+    assert serve.rate([Arrival(at, 1, 1) for at in fixed(4.0, 5)]) == 4.0
+    assert serve.rate([Arrival(at, 1, 1) for at in (0.5, 1.5, 2.5)]) == 1.0
+    assert serve.rate([Arrival(at, 1, 1) for at in (0.0, 0.0)]) is None
 
 
 def test_poisson_arrivals_follow_the_seed_and_the_rate():
@@ -114,9 +114,10 @@ def test_a_trace_that_does_not_exist(tmp_path):
 
 
 def test_a_trace_is_scaled_and_cut_to_what_fits():
-    arrivals = [Arrival(2.0, 1000, 100), Arrival(4.0, 10, 500), Arrival(6.0, 1, 1)]
+    arrivals = [Arrival(2.0, 1000, 100), Arrival(4.0, 10, 500), Arrival(6.0, 300, 100)]
     short = scaled(arrivals, time_scale=0.5, length_scale=0.1, max_len=40)
-    assert [(a.at, a.input_len, a.output_len) for a in short] == [(1, 30, 10), (2, 1, 20), (3, 1, 1)]
+    assert [(a.at, a.input_len, a.output_len) for a in short] == [(1, 30, 10), (2, 1, 20), (3, 30, 10)]
+    assert [a.is_cut for a in short] == [True, True, False]  # the last one fits exactly
 
 
 def test_prompts_differ_and_a_seed_repeats_them():
@@ -149,6 +150,32 @@ def test_a_run_is_summed_up():
     assert result["itl_p50_s"] == pytest.approx(0.2)
     assert result["itl_max_s"] == pytest.approx(0.3)
     assert result["decode_tok_s"] == pytest.approx(5)
+    assert result["tpot_p50_s"] == pytest.approx(0.2)
+
+
+def test_tokens_that_arrive_together_take_as_long_as_the_wait_for_them():
+    read = 15e-6  # between two chunks of one read
+    burst = shot(*(at + index * read for at in (1.0, 1.4, 1.8) for index in range(8)))
+    assert burst.tokens == 24
+    assert burst.time_per_token == pytest.approx(0.05, rel=1e-3)
+    assert figures.summarize(Run([burst], 2.0))["itl_p50_s"] == pytest.approx(read)
+    assert any("21 of 23 gaps between chunks are within one read" in note for note in figures.notes(target(), [burst]))
+    assert shot(1.0, 1.0 + read).time_per_token is None  # all at once
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "rate"),
+    [
+        (32, None, 50),
+        (32, [8, 24], 75),
+        (None, [8, 24], 75),
+        (0, None, 1 / 0.32),
+        (8, [8, 24], None),
+        (None, None, 3.125),
+    ],
+)
+def test_the_rate_after_the_first_chunk_counts_its_tokens_or_estimates_them(tokens, sizes, rate):
+    assert shot(1.0, 1.32, tokens=tokens, sizes=sizes).decode_rate == (None if rate is None else pytest.approx(rate))
 
 
 def test_a_response_without_streaming_has_no_time_per_token():
@@ -162,6 +189,7 @@ def test_tokens_are_those_of_usage_else_of_ids_else_of_chunks():
     assert shot(1, 2, tokens=7, sizes=[1, 2]).tokens == 7
     assert shot(1, 2, sizes=[1, 2]).tokens == 3
     assert shot(1, 2).tokens == 2
+    assert shot(1, 2, tokens=0).tokens == 2
 
 
 def test_the_spread_is_over_the_rounds_that_saw_a_figure():
@@ -178,6 +206,7 @@ def test_notes_report_what_differs_from_the_request():
         shot(error="refused"),
     ]
     result = "\n".join(figures.notes(target(), shots))
+    assert "within one read" not in result
     for part in (
         "1 of 3 requests failed: refused",
         "8 tokens came in 4 chunks",
@@ -186,6 +215,13 @@ def test_notes_report_what_differs_from_the_request():
         "25 tokens on average instead of 10",
     ):
         assert part in result
+
+
+def test_failures_are_counted_by_reason_and_the_most_frequent_are_named():
+    reasons = ["busy", "lost", "busy", None, "late", "gone", "lost", "busy"]
+    found = figures.outcome([shot(1, error=reason) for reason in reasons])
+    assert found == {"sent": 8, "failed": 7, "errors": {"busy": 3, "lost": 2, "late": 1, "gone": 1}}
+    assert figures.failures(found) == "7 of 8 requests failed: busy (3); lost (2); late (1); and 1 other reason"
 
 
 @pytest.mark.parametrize(

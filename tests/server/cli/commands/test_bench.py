@@ -28,16 +28,6 @@ ROOT = Path(__file__).parents[4]
 SMALL = ["--rounds", "1", "--warmup", "0"]
 
 
-@pytest.fixture
-def pequod(capsys):
-    """Return a function that runs a command line in this process."""
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        return main(["bench", *argv]), *capsys.readouterr()
-
-    return run
-
-
 def test_without_a_part_the_parts_are_listed(pequod):
     code, out, _ = pequod()
     assert code == 2
@@ -195,8 +185,8 @@ def test_a_sweep_of_its_own_server_stands_beside_the_limit(pequod):
     for rate, seen in result["machine_limits"].items():
         assert len(seen) == 5, "once before, and once after each point"
         assert result["limit"][rate] == sorted(seen)[2] > 1e6
-    one, four = (point["limit_itl_s"] for point in result["concurrency"])
-    near, far = (point["limit_itl_s"] for point in result["context"])
+    one, four = (point["limit_tpot_s"] for point in result["concurrency"])
+    near, far = (point["limit_tpot_s"] for point in result["context"])
     assert 0 < one < four and 0 < near < far
     assert all(point["limit_tok_s"] > 0 for point in result["concurrency"])
     assert all(point["limit_ttft_s"] > 0 for point in result["context"])
@@ -241,7 +231,7 @@ def test_invariance_counts_and_judges(pequod, server):
 
 def test_a_server_that_reports_exactness_and_differs_fails(pequod, monkeypatch):
     result = {
-        "exact": True, "tokens_differing": 0, "bits_differing": 1, "tokens": 5, "logprobs": 5,
+        "exact": True, "unit": "tokens", "tokens_differing": 0, "bits_differing": 1, "tokens": 5, "logprobs": 5,
         "logprobs_differing": 1, "largest_difference": 1e-7, "requests_differing": 1, "requests_compared": 1,
         "workload": {"requests": 1, "concurrency": 2}, "server": {"name": "x", "model": "y"},
     }  # fmt: skip
