@@ -168,7 +168,9 @@ def describe(config: EngineConfig, *, weights: bool = True) -> Described:
     check(config)
     device = pick_device(config.device)
     attention.check(config.attention)
-    folder = hub.fetch(config.model, config.revision, weights=weights and config.load_format != "dummy")
+    reads_weights = weights and config.load_format != "dummy"
+    offline = config.local_files_only
+    folder = hub.fetch(config.model, config.revision, weights=reads_weights, local_files_only=offline)
     checkpoint = None
     if weights:
         spec, checkpoint = models.examine(folder.path, config)

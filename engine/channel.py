@@ -27,7 +27,6 @@ REST_S = 0.01  # in which the other side sends the rest of a message
 
 class Load(Struct, frozen=True, array_like=True, tag=True):
     config: EngineConfig
-    environment: dict[str, str | None]  # variables changed since the engine's process was started; None: unset
     again: bool = False  # the config is what Ready has sent: it is to become the same engine
 
 

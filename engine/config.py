@@ -23,6 +23,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
     model: str  # local folder or hub id
     revision: str | None = None
+    local_files_only: bool = False  # do not download the model
     load_format: str = "auto"  # auto: the model's safetensors files; dummy: random weights
     device: str = "auto"  # cpu | cuda | cuda:N
     dtype: str = "auto"

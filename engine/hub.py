@@ -38,10 +38,11 @@ class Folder:
     sampling: Mapping[str, float | int] = field(default_factory=dict)
 
 
-def fetch(model: str, revision: str | None = None, *, weights: bool) -> Folder:
+def fetch(model: str, revision: str | None = None, *, weights: bool, local_files_only: bool = False) -> Folder:
     """Return the folder of a model, downloading it if necessary: with `weights`, or only the small files.
 
-    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply as in huggingface_hub. Raises ModelError.
+    With `local_files_only` nothing is downloaded. HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply as in
+    huggingface_hub. Raises ModelError.
     """
     if model in ("", BUILTIN):
         return Folder(builtin.path())
@@ -61,8 +62,10 @@ def fetch(model: str, revision: str | None = None, *, weights: bool) -> Folder:
     if not HUB_ID.fullmatch(name) or (kind and not GGUF_TYPE.fullmatch(kind)):
         raise ModelError(f"there is no folder {model}, and it is not the name of a model on a hub either")
     if not kind:
-        return _download(model, revision, SMALL_FILES + (WEIGHTS if weights else []), COPIES)
-    found = _download(name, revision, [f"*{each}*.gguf" for each in (kind, kind.lower(), kind.upper())])
+        patterns = SMALL_FILES + (WEIGHTS if weights else [])
+        return _download(model, revision, patterns, COPIES, local_files_only=local_files_only)
+    patterns = [f"*{each}*.gguf" for each in (kind, kind.lower(), kind.upper())]
+    found = _download(name, revision, patterns, local_files_only=local_files_only)
     typed = re.compile(rf"(.*[-._/])?{re.escape(kind)}([-.].*)?\.gguf", re.IGNORECASE)
     files = [file for file in found.path.rglob("*.gguf") if typed.fullmatch(file.name)]
     if not files:
@@ -79,12 +82,20 @@ def _converted(folder: Path, files: list[Path]) -> Path:
     return gguf.folder_of(models[0]) if models else folder
 
 
-def _download(model: str, revision: str | None, patterns: list[str], ignored: list[str] | None = None) -> Folder:
+def _download(
+    model: str, revision: str | None, patterns: list[str], ignored: list[str] | None = None, *, local_files_only: bool
+) -> Folder:
     from huggingface_hub import constants, errors, snapshot_download  # takes 0.3 s; a local folder needs none of it
 
     hub, named = constants.ENDPOINT, f" at the revision {revision!r}" if revision else ""
     try:
-        path = snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=ignored)
+        path = snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=ignored,
+            local_files_only=local_files_only,
+        )
     except errors.GatedRepoError:
         raise ModelError(
             f"{model} is open only to accounts that its owner has let in: ask for access at {hub}/{model} "
@@ -97,7 +108,8 @@ def _download(model: str, revision: str | None, patterns: list[str], ignored: li
     except errors.RevisionNotFoundError:
         raise ModelError(f"the model {model} on {hub} has no revision {revision or 'main'!r}") from None
     except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, errors.OfflineModeIsEnabled):
-        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} cannot be reached"
+        setting = "`local_files_only`" if local_files_only else "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else ""
+        reason = f"{setting} is set" if setting else f"{hub} cannot be reached"
         raise ModelError(
             f"{model}{named} is neither a folder here nor complete in the cache {constants.HF_HUB_CACHE}, and {reason}"
         ) from None

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -50,7 +49,6 @@ class Child:
 
     def __init__(self) -> None:
         """Raises OSError if the process cannot be started."""
-        self._environment = dict(os.environ)
         self.ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -58,11 +56,6 @@ class Child:
         except BaseException:
             self.ours.close()
             raise
-
-    def changed_environment(self) -> dict[str, str | None]:
-        """Return the environment variables that have changed since the child was started; None: removed."""
-        removed: dict[str, str | None] = dict.fromkeys(self._environment.keys() - os.environ.keys())
-        return removed | {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
 
     def end(self) -> None:
         """Kill the process if it still runs, and reap it. May be called more than once."""
@@ -139,7 +132,7 @@ class ProcessEngine(Client):
         watch = asyncio.create_task(self._watch(child), name="watch")
         try:
             await self._channel.open(child.ours)
-            self._channel.send(channel.Load(self.config, child.changed_environment(), again=self.info is not None))
+            self._channel.send(channel.Load(self.config, again=self.info is not None))
             while (message := await self._channel.receive()) is not None:
                 self._handle(message)
             await self._log_end(child)

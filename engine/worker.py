@@ -83,11 +83,6 @@ class _Worker:
 
     async def _engine(self, load: channel.Load) -> None:
         await self.imported  # raises why it failed; a second import of the module would raise another error
-        for name, value in load.environment.items():  # not during the import, when libraries read it
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
         from .build import assemble
 
         outbox = _Outbox(self.pipe)

@@ -61,7 +61,7 @@ def _read_text_files(settings: Settings, revision: str | None) -> tuple[str | No
     """Read the tokenizer, the chat template and the sampling defaults; also returns the commit of these files."""
     from engine import fetch  # imports the hub's client only if the model is not a folder
 
-    folder = fetch(settings.model, revision, weights=False)
+    folder = fetch(settings.model, revision, weights=False, local_files_only=settings.local_files_only)
     own = folder.sampling if settings.generation_config == "auto" else {}
     defaults = {**own, **read_defaults(settings.generation_config, folder.path)}
     tokenizer = Tokenizer(folder.path)

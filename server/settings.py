@@ -16,8 +16,12 @@ from .settings_values import (
     Device,
     DType,
     KeyFile,
+    KVCacheDType,
+    LoadFormat,
+    MaxLength,
     Names,
     NewFile,
+    Number,
     Quantization,
     ReasoningParser,
     Secret,
@@ -34,7 +38,6 @@ if TYPE_CHECKING:
 
 PREFIX = "PEQUOD_"
 GGUF_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
-OFFLINE = "HF_HUB_OFFLINE"  # which --local-files-only sets
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -64,7 +67,7 @@ ENGINE_SETTINGS = {
     for name in (
         "model", "revision", "device", "dtype", "load_format", "quantization", "weight_packing", "gguf_activations",
         "cpu_isa", "block_size", "kv_cache_memory", "gpu_memory_utilization", "threads", "async_scheduling",
-        "enforce_eager", "logprobs_mode", "batch_invariant",
+        "enforce_eager", "logprobs_mode", "batch_invariant", "local_files_only",
     )
 }  # fmt: skip
 NAMED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
@@ -84,7 +87,7 @@ class Settings(BaseModel):
     )
     revision: str | None = _model(None, "branch, tag or commit of a model on the hub", min_length=1, max_length=256)
     served_model_name: Names = _model(
-        [], "one or more names that requests may use; the metrics show the first (default: MODEL)", "NAME"
+        [], "one or more names that requests may use; the metrics show the first (default: from MODEL)", "NAME"
     )
     chat_template: FilePath | None = _model(None, "Jinja file that replaces the model's chat template", "FILE")
     tool_call_parser: ToolParser = _model(
@@ -102,7 +105,7 @@ class Settings(BaseModel):
 
     device: Device = _engine("auto", "device to run on: auto, cpu, cuda or cuda:N", "DEVICE")
     dtype: DType = _engine("auto", "data type of weights and activations")
-    load_format: Literal["auto", "dummy"] = _engine(
+    load_format: LoadFormat = _engine(
         "auto", "weights to load: auto (the model's) or dummy (random ones, to measure speed)"
     )
     quantization: Quantization = _engine(
@@ -120,7 +123,7 @@ class Settings(BaseModel):
     model_impl: Literal["auto", "native", "transformers"] = _engine(
         "auto", "model code: native (ours), transformers (theirs, on our KV cache) or auto"
     )
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = _engine(
+    kv_cache_dtype: KVCacheDType = _engine(
         "auto", "data type of cached keys and values: auto (the model's), or int8 or fp8 with a scale for each"
     )
     attention_backend: str = _engine(
@@ -132,14 +135,14 @@ class Settings(BaseModel):
     cpu_isa: Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "torch"] = _engine(
         "auto", "instruction set of our CPU kernels; torch disables them (default: the best available)"
     )
-    max_model_len: Count | None = _engine(
+    max_model_len: MaxLength = _engine(
         None, "maximum tokens of a prompt and its output (default: what the model and the KV cache allow)", "TOKENS"
     )
-    max_num_seqs: Annotated[int, Field(ge=1, le=65536)] | None = _engine(
-        None, "maximum sequences per step (default: at least 32 on CPU, 256 on CUDA)", "N"
+    max_num_seqs: Annotated[Number, Field(ge=1, le=65536)] | None = _engine(
+        None, "maximum sequences per step (default: 32 to 256 on CPU, 256 on CUDA; at most the tokens of a step)", "N"
     )
     max_num_batched_tokens: Count | None = _engine(
-        None, "maximum tokens per step (default: 256 on CPU, 8192 on CUDA)", "TOKENS"
+        None, "maximum tokens per step (default: 256 on CPU, 8192 on CUDA; at least --max-num-seqs)", "TOKENS"
     )
     long_prefill_token_threshold: Count | None = _engine(
         None, "maximum tokens of one prompt per step while other sequences wait (default: half a step)", "TOKENS"
@@ -166,7 +169,7 @@ class Settings(BaseModel):
     num_gpu_blocks_override: Count | None = _engine(
         None, "number of KV cache blocks, instead of as many as fit into memory", "N"
     )
-    block_size: int = _engine(16, "tokens per KV cache block", "TOKENS", ge=1, le=1024)
+    block_size: Number = _engine(16, "tokens per KV cache block", "TOKENS", ge=1, le=1024)
     threads: int | None = _engine(
         None, "number of torch threads on CPU (default: torch's choice; 1 for models below 64 MiB)", "N", ge=1, le=1024
     )
@@ -338,7 +341,7 @@ def with_flags(text: object) -> str:
             value = in_units(int(value))
         return flag(ENGINE_SETTINGS[name]) + ("" if value is None else f" {value}")
 
-    return NAMED.sub(replacement, str(text)).replace(f"{OFFLINE} is set", f"--local-files-only or {OFFLINE} is set")
+    return NAMED.sub(replacement, str(text))
 
 
 def in_units(num_bytes: int) -> str:

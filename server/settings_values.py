@@ -16,8 +16,10 @@ from .parsers.formats import REASONING_ALIASES, REASONING_FORMATS, TOOL_ALIASES,
 UNITS = {"": 1, **{unit + "b": 1000**i for i, unit in enumerate("kmgt", 1)}, "b": 1}
 # A bare unit letter is a power of 1024, as in docker and the kernel.
 UNITS |= {suffix: 1024**i for i, unit in enumerate("kmgt", 1) for suffix in (unit, unit + "ib")}
+# Of numbers, as in vLLM: 8k is 8,000 and 8K is 8,192.
+MULTIPLES = {unit: 1000**i for i, unit in enumerate("kmg", 1)} | {unit: 1024**i for i, unit in enumerate("KMG", 1)}
 
-
+MAX_DIFFERENT = 4  # characters, of both names together, of a misspelling
 MAX_KEY_FILE = 1 << 20  # bytes
 MAX_WEIGHT = 1000.0
 # vLLM's names of the formats of quantized checkpoints, which are detected here.
@@ -30,12 +32,20 @@ class SettingsError(Exception):
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` is most likely a misspelling of."""
-    from difflib import get_close_matches
+    from difflib import SequenceMatcher, get_close_matches
 
-    # Without the hyphens that all flags begin with, which would make --temp and --help alike.
-    plain = {choice.lower().replace("_", "-").lstrip("-"): choice for choice in known}
-    close = get_close_matches(name.lower().replace("_", "-").lstrip("-"), plain, n=1, cutoff=0.65)
-    return plain[close[0]] if close else None
+    def plain(word: str) -> str:
+        # Without the hyphens that all flags begin with, which would make --temp and --help alike.
+        return word.lower().replace("_", "-").lstrip("-")
+
+    def is_meant(choice: str) -> bool:
+        # Long names of different settings are alike, too: so few characters may differ, unless words are missing.
+        num_equal = sum(block.size for block in SequenceMatcher(None, choice, typed).get_matching_blocks())
+        lacks_words = set(typed.split("-")) < set(choice.split("-"))
+        return lacks_words or len(choice) + len(typed) - 2 * num_equal <= MAX_DIFFERENT
+
+    typed, choices = plain(name), {plain(choice): choice for choice in known}
+    return next((choices[each] for each in get_close_matches(typed, choices, cutoff=0.65) if is_meant(each)), None)
 
 
 def hint(name: str, known: Iterable[str], otherwise: str = "") -> str:
@@ -53,6 +63,12 @@ def num_bytes(value: Any) -> Any:
     if match is None or match[2] not in UNITS:
         raise ValueError("is not a size such as 4GiB, 500MB or a number of bytes")
     return int(float(match[1]) * UNITS[match[2]]) if "." in match[1] else int(match[1]) * UNITS[match[2]]
+
+
+def whole_number(value: Any) -> Any:
+    """Convert a number such as 8k; others are left to pydantic."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgKMG])", value.strip()) if isinstance(value, str) else None
+    return value if match is None else round(float(match[1]) * MULTIPLES[match[2]])
 
 
 def split(value: Any) -> Any:
@@ -175,10 +191,20 @@ Secret = Annotated[SecretStr, AfterValidator(_not_blank)]
 KeyFile = Annotated[FilePath, AfterValidator(_key_file)]
 NewFile = Annotated[Path, AfterValidator(_in_folder)]
 SocketPath = Annotated[Path, AfterValidator(_socket_path)]
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Number = Annotated[int, BeforeValidator(whole_number)]
+Count = Annotated[Number, Field(ge=1, le=2**31 - 1)]
+
+
+def _renamed(names: Mapping[str, Any]) -> BeforeValidator:
+    """Replace vLLM's names of some values by ours."""
+    return BeforeValidator(lambda value: names.get(str(value), value))
+
+
+MaxLength = Annotated[Count | None, _renamed({"auto": None, "-1": None})]
+LoadFormat = Annotated[Literal["auto", "dummy"], _renamed({"safetensors": "auto"})]
+KVCacheDType = Annotated[Literal["auto", "int8", "fp8"], _renamed({"fp8_e4m3": "fp8"})]
 DType = Annotated[
-    Literal["auto", "float32", "float16", "bfloat16", "float64"],
-    BeforeValidator(lambda value: {"half": "float16", "float": "float32"}.get(str(value), value)),
+    Literal["auto", "float32", "float16", "bfloat16", "float64"], _renamed({"half": "float16", "float": "float32"})
 ]
 Device = Annotated[str, AfterValidator(_device)]
 Quantization = Annotated[Literal["none", "int8", "int4"], BeforeValidator(_quantization)]

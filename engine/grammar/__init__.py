@@ -1,8 +1,9 @@
 """Grammars: constraints on an output, as (kind, text). This package is the only part of the engine that handles text.
 
-Kinds: `json_schema` (a schema as JSON), `regex` (Rust's syntax, over the whole output), `choice` (a JSON list of
-strings), `lark` (llguidance's dialect of Lark). In JSON the separators are ", " and ": " without other white space, so
-that a model cannot generate blank lines without end, and text that the schema determines need not be sampled.
+Kinds: `json_schema` (a schema as JSON), `regex` (Rust's syntax with ASCII classes, over the whole output), `choice` (a
+JSON list of strings), `lark` (llguidance's dialect of Lark). In JSON the separators are ", " and ": " without other
+white space, so that a model cannot generate blank lines without end, and text that the schema determines need not be
+sampled.
 
 This module is for both the server, which validates grammars with `problem`, and the engine, which compiles the result
 of `source`. llguidance is imported lazily, so that importing this module is cheap.
@@ -14,6 +15,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from .ascii import ascii_lark, ascii_regex
+
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
     from llguidance._lib import JsonCompileOptions
@@ -23,6 +26,7 @@ MAX_SOURCE = 64 << 10  # bytes of UTF-8
 # A grammar in Lark may hold many schemas: one of 130 kB, of 256 functions, compiles in 40 ms and takes 3 MB.
 MAX_LARK = 256 << 10
 MAX_SHOWN = 120  # characters of an error of llguidance
+GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # no rule in Lark begins like this
 QUOTED = re.compile(r"""(["'/])[^"'/]{40,}(?:\1|\Z)""")  # long quotations of the grammar
 
 # `lenient` and `coerce_one_of` would allow outputs that the schema forbids.
@@ -60,11 +64,13 @@ def source(kind: str, text: str) -> str:
             except ValueError as error:
                 raise GrammarError(shown(str(error))) from None
         case "regex":
-            return LLMatcher.grammar_from_regex(_without_anchors(text))
+            return LLMatcher.grammar_from_regex(ascii_regex(_without_anchors(text)))
         case "choice":
             return LLMatcher.grammar_from_regex("|".join(_literal(each) for each in _choices(text)))
         case "lark":
-            return LLMatcher.grammar_from_lark(text)
+            if GBNF.search(text):
+                raise GrammarError('it is in GBNF, and Lark\'s syntax is expected: start: "yes" | "no"')
+            return LLMatcher.grammar_from_lark(ascii_lark(text))
     raise GrammarError(f"unknown kind of grammar {kind!r}; known: {', '.join(KINDS)}")
 
 

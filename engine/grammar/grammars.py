@@ -192,7 +192,9 @@ class Grammars:
         self.width = width
         self._table: Table | GrammarError
         try:
-            self._table = Table.of(hub.fetch(config.model, config.revision, weights=False).path, width)
+            offline = config.local_files_only
+            folder = hub.fetch(config.model, config.revision, weights=False, local_files_only=offline)
+            self._table = Table.of(folder.path, width)
         except (GrammarError, EngineError) as error:  # reported to requests with a grammar
             self._table = GrammarError(str(error))
         self._matchers: dict[int, Matcher] = {}  # by request id

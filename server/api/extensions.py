@@ -17,17 +17,29 @@ def all_refused(names: str, mark: Refused) -> dict[str, Refused]:
     return dict.fromkeys(names.split(), mark)
 
 
+Session = Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL]
+
+
+class VllmCommonFields(Wire):
+    """Fields of vLLM's chat, completions, responses and messages."""
+
+    unsupported: ClassVar[dict[str, Refused]] = {
+        **all_refused("ec_transfer_params kv_transfer_params mm_payload", refused()),
+        "return_mm_kwargs": refused(True),
+        "vllm_xargs": refused({}),
+        "watermarking": refused(False),
+    }
+
+
 class VllmFields(Wire):
     """Fields of vLLM's chat and completions."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
-        **all_refused("early_stopping return_token_offsets use_beam_search watermarking", refused(False)),
+        **all_refused("early_stopping return_token_offsets return_weight_versions use_beam_search", refused(False)),
         **all_refused(
-            "ec_transfer_params guided_decoding_backend guided_whitespace_pattern kv_transfer_params "
-            "logprob_token_ids repetition_detection truncation_side",
+            "guided_decoding_backend guided_whitespace_pattern logprob_token_ids repetition_detection truncation_side",
             refused(),
         ),
-        **all_refused("return_mm_kwargs spaces_between_special_tokens", refused(True)),
         "guided_choice": refused(hint="send structured_outputs.choice instead"),
         "guided_grammar": refused(hint="send structured_outputs.grammar instead"),
         "guided_json": refused(hint="send structured_outputs.json instead"),
@@ -37,11 +49,11 @@ class VllmFields(Wire):
         "request_id": refused(hint="send the header X-Request-Id instead"),
         "return_tokens_as_token_ids": refused(False, hint="send return_token_ids instead"),
         "routed_experts_prompt_start": refused(0),
+        "spaces_between_special_tokens": refused(True),
         "stream_interval": refused(1),
         "truncate_prompt_tokens": refused(hint="shorten the prompt: one that is too long gets a 400"),
-        "vllm_xargs": refused({}),
     }
-    session_id: Annotated[Annotated[str, Field(max_length=MAX_LABEL)] | None, LABEL] = None
+    session_id: Session = None
     """Accepted for routers in front of this server."""
 
 

@@ -14,7 +14,7 @@ from pydantic_core.core_schema import ValidationInfo
 from ..generation.request import UNLIMITED, ConversationPrompt, GenerationRequest, TextPrompts
 from ..http.fields import LABEL, MAX_LABEL, Wire, clash
 from . import notes
-from .extensions import LlamaCppFields, VllmFields
+from .extensions import LlamaCppFields, VllmCommonFields, VllmFields
 
 MAX_TEXT = 8_000_000  # characters; the longest body that the server reads by default
 MAX_INT = 2**31 - 1
@@ -112,7 +112,7 @@ class StreamOptions(Wire):
     """Accepted: chunks are never padded."""
 
 
-class GenerationFields(Wire):
+class GenerationFields(VllmCommonFields):
     """A request for generated text: the fields that every such API has."""
 
     model: ModelName = None

@@ -8,6 +8,7 @@ ONE_DEVICE = "leave it out: a server uses one device"
 ONE_TEXT = "models read text alone"
 ALWAYS = "leave it out: it is always so"
 RECOMPUTED = "a preempted sequence is computed again, and nothing is offloaded"
+NO_CODE = "code from a model folder is never run"
 NEVER_LOGGED = "leave it out: prompts and texts are never logged"
 ONE_SERVER = "leave it out: one server generates and embeds"
 OWN_TOKENIZER = "leave it out: the model's own tokenizer is used"
@@ -30,9 +31,12 @@ FLAGS = {
     "--enable-chunked-prefill": ALWAYS,
     "--no-enable-chunked-prefill": "prompts are always computed in chunks; --max-num-batched-tokens limits a step",
     "--num-scheduler-steps": "leave it out: each step is scheduled by itself",
-    "--trust-remote-code": "code from a model folder is never run",
+    "--trust-remote-code": NO_CODE,
+    "--code-revision": NO_CODE,
     "--swap-space": RECOMPUTED,
     "--cpu-offload-gb": RECOMPUTED,
+    "--kv-offloading-size": RECOMPUTED,
+    "--kv-cache-memory-bytes": "use --kv-cache-memory on a CPU, --gpu-memory-utilization on a GPU",
     "--guided-decoding-backend": "leave it out: llguidance compiles all grammars",
     "--structured-outputs-config": "leave it out: llguidance compiles all grammars",
     "--enable-lora": "LoRA adapters are not supported",
@@ -50,6 +54,8 @@ FLAGS = {
     "--compilation-config": GRAPHS,
     **dict.fromkeys(("-O", "-O0", "-O1", "-O2", "-O3"), GRAPHS),
     "--max-seq-len-to-capture": GRAPHS,
+    "--cudagraph-capture-sizes": GRAPHS,
+    "--max-cudagraph-capture-size": GRAPHS,
     "--download-dir": "set HF_HOME",
     "--hf-token": "set HF_TOKEN",
     "--task": ONE_SERVER,
@@ -57,6 +63,8 @@ FLAGS = {
     "--convert": ONE_SERVER,
     "--tokenizer": OWN_TOKENIZER,
     "--tokenizer-mode": OWN_TOKENIZER,
+    "--tokenizer-revision": OWN_TOKENIZER,
+    "--shutdown-timeout": "use --drain-seconds",
     "--rope-scaling": MODEL_CONFIG,
     "--hf-overrides": MODEL_CONFIG,
     "-q": "use --quantization, which a quantized checkpoint does not need",

@@ -23,6 +23,7 @@ from ..observability.tracking import RequestTracker
 from ..parsers.parts import Arguments, Call, Content, MessageParser, Part
 from ..tokenization.detokenizer import Detokenizer
 from .output import Output, Usage, usage
+from .request import Calling
 
 log = logging.getLogger("pequod.server")
 
@@ -76,8 +77,8 @@ class Choice(Reader):
     `grammar_field`: the field of the client's request that contains the grammar. `parser` splits the text into parts.
     `scores` is shared by the choices of a prompt whose log-probabilities are requested. `only_scores`: drop the one
     token that the engine has to sample. `is_json`: a completion that ends by itself must be JSON, otherwise it is a
-    500. `one_call`: the completion ends where the model begins a second call. `reported_ids`: the stop tokens that the
-    response names when one of them ends it.
+    500. `calling`: the tools that it may call; if they are not parallel, it ends where the model begins a second call.
+    `reported_ids`: the stop tokens that the response names when one of them ends it.
     """
 
     stream: Detokenizer
@@ -87,7 +88,7 @@ class Choice(Reader):
     scores: Scores | None = None
     only_scores: bool = False
     is_json: bool = False
-    one_call: bool = False
+    calling: Calling | None = None
     reported_ids: frozenset[int] = frozenset()
     _arguments: list[str] | None = field(default=None, init=False)  # of the last call so far, None: there is none
     _json: list[str] = field(default_factory=list, init=False)  # the content so far, with `is_json`
@@ -121,6 +122,9 @@ class Choice(Reader):
             was_reasoning = self.parser.is_reasoning
             texts.append(text)
             new_parts = self.parser.feed(text)
+            if self.stream.stopped and self.calling is not None and self.calling.keeps_whole(self.parser):
+                texts.append(self.stream.resume())
+                new_parts += self.parser.feed(texts[-1])
             end = self._second_call(new_parts)
             parts += new_parts[:end]
             part_ends.append(len(parts))
@@ -168,8 +172,8 @@ class Choice(Reader):
         return "" if self.stream.include_stop else self.stream.stop
 
     def _second_call(self, parts: list[Part]) -> int | None:
-        """Return the index of a call that `one_call` excludes; None if there is none."""
-        if not self.one_call:
+        """Return the index of a second call where only one is allowed; None if there is none."""
+        if self.calling is None or self.calling.is_parallel:
             return None
         return next((i for i, part in enumerate(parts) if isinstance(part, Call) and part.index), None)
 

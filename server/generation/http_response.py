@@ -23,7 +23,7 @@ from ..http import sse
 from ..http.admission import Caller
 from ..http.errors import from_exception
 from ..http.openapi import JsonObject
-from ..http.unsent import SLOW_READER, WRITE_TIMEOUT_S
+from ..http.unsent import CUT_OFF, SLOW_READER, WRITE_TIMEOUT_S
 from ..http.waiting import PATIENT, within
 from ..observability.tracking import RequestTracker
 from ..state import AppState
@@ -35,6 +35,7 @@ from .request import GenerationRequest
 LEFT_OUT_HEADER = "X-Pequod-Left-Out"
 
 MakeWriter = Callable[[Head, list[Prompt], TokenText], Writer]
+CutOff = Callable[[str], None]  # drops the connection, with a reason for the log
 
 
 async def respond(
@@ -85,7 +86,8 @@ class WholeResponse(Response):
             return message
 
         async with self.generation.running(watch):
-            await self.run(scope, receive, partial(patiently, self.generation, send, patience_s))
+            cut_off = scope["state"].get(CUT_OFF)
+            await self.run(scope, receive, partial(patiently, self.generation, send, patience_s, cut_off=cut_off))
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         outputs: list[list[Output]] = [[] for _ in self.generation.choices]
@@ -191,12 +193,16 @@ def notes(prompts: list[Prompt]) -> dict[str, str]:
     return {LEFT_OUT_HEADER: ", ".join(left_out)} if left_out else {}
 
 
-async def patiently(generation: Generation, send: Send, patience_s: float | None, message: Any) -> None:
+async def patiently(
+    generation: Generation, send: Send, patience_s: float | None, message: Any, *, cut_off: CutOff | None = None
+) -> None:
     """Send a message; raises Gone if the client does not read for that long or has disconnected."""
     try:
         await within(patience_s, send(message))
     except TimeoutError:
         generation.stop(Gone(), "slow_reader")
+        if cut_off is not None:
+            cut_off("whose client does not read, or not fast enough")
         raise Gone from None
     except OSError:
         generation.stop(Gone(), "disconnect")

@@ -64,13 +64,13 @@ async def output_shape(
         return Shape(formats, grammar, opened and (ends_reasoning(formats) or "") in grammar.text, calling)
     is_constrained = grammar is not None or (calling is not None and calling.is_required)
     budget = thinking_budget(model, request.limit, conversation, prompt, is_constrained=is_constrained)
-    is_shaped = calling is not None and (calling.is_required or any(tool.strict for tool in calling.tools))
+    is_shaped = calling is not None and calling.is_enforced
     is_mixed = grammar is not None and (calling is not None or formats.reasoning is not None)
     if not is_shaped and not is_mixed and budget is None:
         return Shape(formats, grammar, opened, calling)
     field = "tools" if is_shaped else grammar.field if grammar is not None else budget[0] if budget else ""
     # A budget alone does not constrain the content.
-    check_accepts_grammars(model, request, field, is_free=not is_shaped and grammar is None, has_calls=is_shaped)
+    check_accepts_grammars(model, request, field, is_free=not is_shaped and grammar is None)
     tools = await checked_tools(gate, caller, calling) if calling else {}
     forced = await asyncio.to_thread(
         call_grammar,
@@ -136,20 +136,14 @@ async def checked_tools(gate: Gate, caller: Caller, calling: Calling) -> dict[st
 
 
 def check_accepts_grammars(
-    model: LoadedModel, request: GenerationRequest, field: str, *, is_free: bool = False, has_calls: bool = False
+    model: LoadedModel, request: GenerationRequest, field: str, *, is_free: bool = False
 ) -> None:
-    """Raise 400 if a grammar cannot be enforced.
-
-    `is_free`: the content is not constrained and may end anywhere. `has_calls`: the grammar is that of tool calls.
-    """
+    """Raise 400 if a grammar cannot be enforced. `is_free`: the content is not constrained and may end anywhere."""
     if not model.tokenizer.takes_grammars:
         raise invalid(f"Invalid '{field}': this model's tokenizer cannot be used with it.", field)
     if request.min_tokens and not is_free:
         message = "cannot be combined with structured output or with tool calls that a grammar enforces"
         raise invalid(f"Invalid 'min_tokens': {message}.", "min_tokens")
-    if request.stops and has_calls:  # it would cut a call off, whose finish_reason says that it is complete
-        message = "cannot be combined with tool calls that a grammar enforces (required, named or strict)"
-        raise invalid(f"Invalid '{request.stop_field}': {message}.", request.stop_field)
 
 
 def hidden_ids(model: LoadedModel, formats: Formats) -> frozenset[int]:

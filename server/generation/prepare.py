@@ -236,7 +236,7 @@ def make_choices(
                 scores=scores,
                 only_scores=request.only_scores,
                 is_json=request.grammar is not None and request.grammar.kind == "json_schema",
-                one_call=shape is not None and shape.calling is not None and not shape.calling.is_parallel,
+                calling=shape.calling if shape else None,
                 reported_ids=reported_ids,
             )
             choices.append(choice)

@@ -11,6 +11,7 @@ from msgspec import Struct, field
 from engine import SamplingParams
 
 from ..grammar.schemas import Grammar
+from ..parsers.parts import MessageParser
 from ..tokenization.encoder import RenderOptions
 from .output import Json
 
@@ -46,6 +47,19 @@ class Calling(NamedTuple):
     is_required: bool = False  # the completion has at least one call
     is_parallel: bool = True  # there may be several calls
     described: tuple[Tool, ...] = ()  # those in the prompt, if they are not those that may be called
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether a grammar makes calls follow the schemas of their tools."""
+        return self.is_required or any(tool.strict for tool in self.tools)
+
+    def keeps_whole(self, parser: MessageParser) -> bool:
+        """Return whether the next text belongs to an enforced call, which no stop string may cut off.
+
+        Where a call is required, all text but the reasoning belongs to one.
+        """
+        is_in_call = parser.is_calling or (self.is_required and not parser.is_reasoning)
+        return self.is_enforced and is_in_call
 
     @property
     def in_prompt(self) -> tuple[Tool, ...]:
@@ -84,7 +98,6 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     # The end of the completion. `limit`: the field and its value in tokens; None or -1: as many as fit.
     limit: tuple[str, int | None] = ("max_tokens", None)
     min_tokens: int
-    stop_field: str = "stop"
     stops: list[str] = field(default_factory=list)
     include_stop: bool
     stop_token_ids: tuple[int, ...]

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from .errors import ApiError, unavailable
 from .middleware import MAX_HEAD, head_too_large
 from .refusals import log_refusal
-from .unsent import SLOW_READER, Unsent
+from .unsent import CUT_OFF, SLOW_READER, Unsent
 
 # For a complete head, from the connection or the first byte of a later request. Otherwise a client that sends a byte
 # now and then would hold a descriptor forever.
@@ -115,6 +115,7 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         self.cycle.transport = _CycleTransport(self, self.cycle)
+        self.cycle.scope["state"][CUT_OFF] = self.unsent.cut_off  # type: ignore[typeddict-item]
         self._cycles.append(self.cycle)
         self.flow.resume_reading()  # uvicorn pauses it for a pipelined request
         self.unsent.look()

@@ -164,12 +164,14 @@ def _path(item: ErrorDetails, document: Any) -> list[int | str]:
         return loc
     last, is_missing = loc[-1], item["type"] == "missing"
     path: list[int | str] = []
-    here = document
+    here, has_branch = document, False
     for part in loc[:-1]:
-        # A branch may have the name of a field of its objects: {"type": "text", "text": ...}.
-        if _has(here, part) and (isinstance(here[part], dict | list) or not (is_missing or _has(here, last))):
+        # A branch may have the name of a field of its objects: {"type": "function", "function": {...}}. It comes first.
+        if not has_branch and isinstance(here, dict) and part in (here.get("type"), here.get("role")):
+            has_branch = True
+        elif _has(here, part):
             path.append(part)
-            here = here[part]
+            here, has_branch = here[part], False
     return [*path, last] if is_missing or _has(here, last) else path
 
 

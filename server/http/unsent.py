@@ -12,8 +12,9 @@ WRITE_TIMEOUT_S = 30.0  # for a client that has stopped reading
 # Of all connections together. Whole responses, such as stored ones, have megabytes and are written in one piece.
 MAX_UNSENT = 256 << 20
 LARGE = 64 << 10  # with more than that in the transport, whoever writes in pieces waits
-# Key in the `state` of a request's scope: its connection was cut off because the client does not read.
-SLOW_READER = "slow_reader"
+# Keys in the `state` of a request's scope: whether its connection was cut off because the client does not read, and
+# `Unsent.cut_off` of the connection, for those who wait for the client.
+SLOW_READER, CUT_OFF = "slow_reader", "cut_off"
 _writes = itertools.count()
 
 
@@ -88,6 +89,7 @@ class Unsent:
             self.cut_off("whose client does not read")
 
     def cut_off(self, reason: str) -> None:
+        """Drop the connection. `reason` completes the sentence of the log."""
         self._is_cut_off = True
         self.stop()
         self._cut_off(reason)

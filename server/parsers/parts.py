@@ -57,11 +57,15 @@ class MessageParser(Protocol):
     def is_reasoning(self) -> bool:
         """Whether the next text is, as far as is known, reasoning: its tokens are counted as such."""
 
+    @property
+    def is_calling(self) -> bool:
+        """Whether the next text is, as far as is known, part of a call or comes after one."""
+
 
 class Plain:
     """The parser of models without delimiters: all text is content."""
 
-    is_reasoning = False
+    is_reasoning = is_calling = False
 
     def feed(self, text: str) -> list[Part]:
         return [Content(text)] if text else []

@@ -80,6 +80,10 @@ class Scanner:
         self._script = self.script()
         next(self._script)
 
+    @property
+    def is_calling(self) -> bool:
+        return self.num_calls > 0 or self._record is not None
+
     def feed(self, text: str) -> list[Part]:
         for char in text:
             if self._record is not None:

@@ -105,11 +105,20 @@ class Detokenizer:
         if match is not None:
             start, end, self.stop = match
             self.stopped = True
-            self._held = ""
-            return text[: len(text) - len(new) + (end if self.include_stop else start)]
+            length = len(text) - len(new) + (end if self.include_stop else start)
+            self._held = text[length:]
+            return text[:length]
         keep = 0 if self.include_stop else max(stop.matched for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def resume(self) -> str:
+        """Go on after a stop string that does not count; return it and the rest of the last token's text."""
+        for stop in self._stops:
+            stop.matched = 0
+        self.stopped, self.stop = False, None
+        held, self._held = self._held, ""
+        return held
 
     def finish(self) -> str:
         """Return the withheld text, in which an incomplete character is U+FFFD."""

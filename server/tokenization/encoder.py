@@ -87,19 +87,21 @@ class Prompts:
         """Whether the chat template has a variable for the reasoning effort."""
         return any(name in self._templates.source for name in ("reasoning_effort", *SWITCHES))
 
-    @property
-    def max_characters(self) -> int:
-        """The length of the longest text that could fit the context."""
-        if self.max_len is None:
-            return MAX_CHARACTERS
-        return min(MAX_CHARACTERS, max(ORDINARY, self.max_len * self.tokenizer.longest))
+    def max_tokens(self, fits: bool) -> int | None:
+        """Return the limit of a text's tokens, None until the engine reports the context. `fits`: see encode."""
+        return self.max_len if fits or self.max_len is None else max(MAX_TOKENS, self.max_len)
+
+    def max_characters(self, fits: bool = True) -> int:
+        """Return the length of the longest text that could have so few tokens."""
+        limit = self.max_tokens(fits)
+        return MAX_CHARACTERS if limit is None else min(MAX_CHARACTERS, max(ORDINARY, limit * self.tokenizer.longest))
 
     async def encode(self, text: str, add_special: bool = True, *, caller: str = "", fits: bool = True) -> list[int]:
         """Encode a plain prompt. Raises TextTooLong.
 
         `fits`: a long text must fit the context. Otherwise it may have up to MAX_TOKENS tokens if that is more.
         """
-        self._check(text)
+        self._check(text, fits)
         stop = threading.Event()
         return await self._run(lambda: self._encode(text, add_special, stop, fits), len(text), caller, stop)
 
@@ -164,7 +166,7 @@ class Prompts:
 
         def work() -> list[int]:
             text = self._renderer(size).render(messages, tools, **options)
-            self._check(text)
+            self._check(text, fits)
             # The template writes bos and eos itself. Special tokens that users have written are encoded as such, too.
             return self._encode(text, False, stop, fits)
 
@@ -210,27 +212,27 @@ class Prompts:
         """The renderer of the thread for texts of this size."""
         return self._templates if size <= ORDINARY else self._large_templates
 
-    def _check(self, text: str) -> None:
-        if len(text) > self.max_characters:
-            raise TextTooLong(
-                f"This model's maximum context length is {self.max_len} tokens (--max-model-len); the prompt "
-                f"has {len(text)} characters, and at most {self.max_characters} can fit."
-            )
+    def _check(self, text: str, fits: bool = True) -> None:
+        if len(text) > (limit := self.max_characters(fits)):
+            size = f"the prompt has {len(text)} characters, and at most {limit} can fit"
+            raise TextTooLong(f"{self._rule(fits)}; {size}.")
+
+    def _rule(self, fits: bool) -> str:
+        if fits:
+            return f"This model's maximum context length is {self.max_len} tokens (--max-model-len)"
+        return f"A text that is only tokenized, counted or cut can have at most {self.max_tokens(fits)} tokens"
 
     def _encode(self, text: str, add_special: bool, stop: threading.Event, fits: bool = True) -> list[int]:
         """Encode a text, on a worker thread. Raises TextTooLong for a large one with too many tokens; see `encode`."""
         if len(text) <= ORDINARY:
             return self.tokenizer.encode(text, add_special)
-        limit = self.max_len if fits or self.max_len is None else max(MAX_TOKENS, self.max_len)
+        limit = self.max_tokens(fits)
 
         def check(num_tokens: int) -> None:
             if stop.is_set():
                 raise Cancelled
             if limit is not None and num_tokens > limit:
-                raise TextTooLong(
-                    f"This model's maximum context length is {self.max_len} tokens (--max-model-len), and the prompt "
-                    + ("has more." if limit == self.max_len else f"has more than {limit}.")
-                )
+                raise TextTooLong(f"{self._rule(fits)}, and the prompt has more than {limit}.")
 
         return self.tokenizer.encode_long(text, add_special, check)
 

@@ -27,7 +27,7 @@ async def test_messages_arrive_unchanged():
     params = SamplingParams(max_tokens=3, seed=2**64 - 1, logit_bias={5: -100.0}, stop_ids=(1, 2), logprobs=2)
     request = EngineRequest(id=7, prompt_ids=(1, 2, 3), params=params, output_ids=(4,), cache_salt="s")
     downward = [
-        channel.Load(EngineConfig(model="m", kv_cache_memory=1 << 40), {"NAME": "set", "OTHER": None}),
+        channel.Load(EngineConfig(model="m", kv_cache_memory=1 << 40), again=True),
         channel.Add(request),
         channel.Abort(7),
     ]

@@ -17,8 +17,10 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from engine import ModelError, hub
+from engine import EngineConfig, ModelError, hub
+from engine.build import describe
 from engine.builtin import path as builtin_path
+from engine.grammar.grammars import Grammars
 from tests.engine.test_gguf import write
 
 COMMITS = {"main": "a" * 40, "v2": "b" * 40}
@@ -114,14 +116,22 @@ class Site:
     def __init__(self, home: Path, port: int, asked: list[tuple[str, str | None]]) -> None:
         self.home, self.url, self.asked = home, f"http://127.0.0.1:{port}", asked
 
-    def fetch(self, model: str, revision: str | None = None, *, weights: bool = True, **env: str) -> Any:
+    def fetch(
+        self,
+        model: str,
+        revision: str | None = None,
+        *,
+        weights: bool = True,
+        local_files_only: bool = False,
+        **env: str,
+    ) -> Any:
         """Return the folder's (files, revision), or the message of a ModelError."""
         code = """
 import json, sys
 from engine import ModelError, hub
-model, revision, weights = json.loads(sys.argv[1])
+model, revision, weights, local_files_only = json.loads(sys.argv[1])
 try:
-    folder = hub.fetch(model, revision, weights=weights)
+    folder = hub.fetch(model, revision, weights=weights, local_files_only=local_files_only)
     print(json.dumps([str(folder.path), folder.revision]))
 except ModelError as error:
     print(json.dumps(str(error)))
@@ -130,7 +140,7 @@ assert "torch" not in sys.modules
         # Not the caller's own hub settings and proxies
         clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
         done = subprocess.run(
-            [sys.executable, "-c", code, json.dumps([model, revision, weights])],
+            [sys.executable, "-c", code, json.dumps([model, revision, weights, local_files_only])],
             env={**clean, "HF_HOME": str(self.home), "HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1", **env},
             capture_output=True,
             text=True,
@@ -242,6 +252,25 @@ def test_a_prepared_cache_serves_offline(site):
     assert files["model.safetensors"] == b"prepared" and commit == COMMITS["v2"]
     assert "nor complete in the cache" in site.fetch("theirs/model", HF_HUB_OFFLINE="1")
     assert not site.asked
+
+
+def test_local_files_alone_are_used_without_a_request_to_the_hub(site):
+    for model in ("theirs/model", "theirs/model:Q8_0"):
+        text = site.fetch(model, local_files_only=True)
+        assert "nor complete in the cache" in text and text.endswith("`local_files_only` is set")
+    cache(site.home, "theirs/model", {"config.json": b"{}", "model.safetensors": b"prepared"})
+    files, commit = site.fetch("theirs/model", local_files_only=True)
+    assert files["model.safetensors"] == b"prepared" and commit == COMMITS["main"]
+    assert not site.asked
+
+
+def test_neither_the_weights_nor_the_grammars_of_an_engine_are_downloaded_with_local_files_alone():
+    config = EngineConfig(model="nobody/nothing", local_files_only=True)
+    with pytest.raises(ModelError, match="`local_files_only` is set"):
+        describe(config)
+    grammars = Grammars(config, width=8)
+    assert "`local_files_only` is set" in str(grammars._table)
+    grammars.close()
 
 
 def test_the_type_of_a_gguf_file_may_follow_the_name(site, tmp_path):

@@ -9,7 +9,9 @@ import hashlib
 import inspect
 import json
 import re
+from datetime import datetime, timedelta
 
+import anthropic
 import httpx
 import pytest
 from fastapi import Depends
@@ -34,14 +36,25 @@ async def test_models_by_their_served_names(tmp_path):
         for name in names:
             card = (await client.get(f"/v1/models/{name}")).json()
             created = app.state.pequod.created
-            assert card == {"id": name, "object": "model", "created": created, "owned_by": "pequod",
-                            "max_model_len": INFO.max_len}  # fmt: skip
+            created_at = datetime.fromisoformat(card.pop("created_at"))
+            assert (created_at.timestamp(), created_at.utcoffset()) == (created, timedelta())
+            assert card == {"id": name, "object": "model", "type": "model", "display_name": name, "created": created,
+                            "owned_by": "pequod", "max_model_len": INFO.max_len}  # fmt: skip
         missing = await client.get("/v1/models/org/other")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
         assert missing.json()["error"]["param"] == "model"
         long = await client.get("/v1/models/" + "x" * 500)
         assert "x" * 65 not in long.text
         assert app.state.pequod.check_model(None) == "org/model-1"
+
+
+async def test_anthropics_sdk_lists_the_models(tmp_path):
+    async with serving(model_folder(tmp_path / "m"), served_model_name=["fake"]) as (_, app), listening(app) as url:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
+            [model] = [model async for model in client.models.list()]
+            assert (model.type, model.id, model.display_name) == ("model", "fake", "fake")
+            assert model.created_at.timestamp() == app.state.pequod.created
+            assert await client.models.retrieve("fake") == model
 
 
 async def test_the_version_names_model_and_server(tmp_path):

@@ -285,7 +285,8 @@ def started(work: Callable[[], Any]) -> Future[Any]:
     ("options", "error", "text"),
     [
         ({"model": "/nowhere/model"}, ModelError, "no folder"),
-        ({"max_model_len": -1}, SettingsError, "at least 1"),
+        ({"model": "nobody/nothing", "local_files_only": True}, ModelError, "--local-files-only is set"),
+        ({"max_num_seqs": -1}, SettingsError, "at least 1"),
         ({"max_modle_len": 10}, SettingsError, "did you mean max_model_len"),
         ({"port": 8000}, SettingsError, "no option port"),
     ],

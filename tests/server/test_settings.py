@@ -115,6 +115,32 @@ def test_a_wrong_flag_is_named_with_its_value(flags, said):
     assert said in refusal(flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "meant"),
+    [
+        ({"max_model_len": "8k"}, 8000),
+        ({"max_model_len": "8K"}, 8192),
+        ({"max_model_len": " 1.5k"}, 1500),
+        ({"max_model_len": "auto"}, None),
+        ({"max_model_len": "-1"}, None),
+        ({"max_model_len": -1}, None),
+        ({"max_num_batched_tokens": "2K"}, 2048),
+        ({"max_num_seqs": "1k"}, 1000),
+        ({"block_size": "1K"}, 1024),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "fp8"),
+        ({"load_format": "safetensors"}, "auto"),
+    ],
+)
+def test_values_are_written_as_for_vllm(flags, meant):
+    (name,) = flags
+    assert getattr(load(flags).settings, name) == meant
+
+
+@pytest.mark.parametrize("text", ["8x", "k", "8kb", "8 k k", "-8k", "1e3"])
+def test_what_is_not_a_number_is_refused_with_or_without_a_unit(text):
+    assert refusal({"max_model_len": text}) == f"--max-model-len {text} is not a whole number"
+
+
 def test_an_environment_error_names_the_variable(monkeypatch):
     monkeypatch.setenv("PEQUOD_MAX_NUM_SEQS", "many")
     assert refusal() == "PEQUOD_MAX_NUM_SEQS many is not a whole number"
@@ -212,6 +238,7 @@ def test_the_engine_gets_what_was_set():
         "kv_cache_memory": "1MiB",
         "gpu_memory_utilization": "0.5",
         "threads": "2",
+        "local_files_only": True,
     }
     config = load(flags).settings.engine_config()
     assert (config.model, config.revision, config.device, config.dtype) == ("m", "r", "cpu", "float16")
@@ -220,6 +247,7 @@ def test_the_engine_gets_what_was_set():
     assert (config.max_len, config.max_seqs, config.max_batched_tokens, config.long_prefill_tokens) == (10, 2, 9, 4)
     assert (config.prefix_caching, config.block_size, config.num_blocks) == (False, 8, 7)
     assert (config.kv_cache_memory, config.gpu_memory_utilization, config.threads) == (1 << 20, 0.5, 2)
+    assert config.local_files_only
 
 
 def test_formats_have_vllms_names_too():
@@ -279,11 +307,25 @@ def test_the_settings_page_has_every_setting_with_its_default(group):
 
 
 @pytest.mark.parametrize(
+    ("name", "formats", "aliases"),
+    [
+        ("tool_call_parser", TOOL_FORMATS, TOOL_ALIASES),
+        ("reasoning_parser", REASONING_FORMATS, REASONING_ALIASES),
+    ],
+)
+def test_the_settings_page_has_the_names_of_all_parsers(name, formats, aliases):
+    page = " ".join((Path(__file__).parents[2] / "docs/settings.md").read_text(encoding="utf-8").split())
+    others = {each: ", ".join(f"`{alias}`" for alias, meant in aliases.items() if meant == each) for each in formats}
+    names = ", ".join(f"`{each}`" + (f" ({others[each]})" if others[each] else "") for each in formats)
+    assert f"- `{settings.flag(name)}`: {names} " in page
+
+
+@pytest.mark.parametrize(
     ("said", "told"),
     [
         ("set `max_len`, or `kv_cache_memory=1048576`", "set --max-model-len, or --kv-cache-memory 1MiB"),
         ("leave `implementation` to auto", "leave --model-impl to auto"),
-        ("x is not here, and HF_HUB_OFFLINE is set", "x is not here, and --local-files-only or HF_HUB_OFFLINE is set"),
+        ("x is not here, and `local_files_only` is set", "x is not here, and --local-files-only is set"),
         ("the model `x` of `products` has no `y=1`", "the model `x` of `products` has no `y=1`"),
     ],
 )

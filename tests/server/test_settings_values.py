@@ -1,4 +1,4 @@
-"""A file of API keys, with the weights of their shares."""
+"""Suggestions for misspelled names, and a file of API keys with the weights of their shares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,29 @@ import pytest
 
 from server.settings import Settings
 from server.settings_sources import load
-from server.settings_values import MAX_KEY_FILE, SettingsError, read_keys
+from server.settings_values import MAX_KEY_FILE, SettingsError, nearest, read_keys
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("--prot", "--port"),
+        ("--max-modle-len", "--max-model-len"),
+        ("--model-len", "--max-model-len"),
+        ("kv_dtype", "--kv-cache-dtype"),
+        ("--prefix-caching", "--enable-prefix-caching"),
+        ("--mamba-cache-dtype", None),
+        ("--code-revision", None),
+        ("--max-num-scheduled-tokens", None),
+        ("--quantization-config", None),
+    ],
+)
+def test_a_misspelled_name_is_known_and_a_name_of_something_else_is_not(name, meant):
+    known = (
+        *("--port", "--max-model-len", "--kv-cache-dtype", "--enable-prefix-caching", "--revision"),
+        *("--max-num-batched-tokens", "--quantization"),
+    )
+    assert nearest(name, known) == meant
 
 
 def test_a_key_in_each_line_with_its_weight(tmp_path):

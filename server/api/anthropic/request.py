@@ -219,6 +219,7 @@ class MessagesPrompt(Wire):
     cache_control: Annotated[CacheMark | None, LABEL, notes.CACHE] = None
     unsupported: ClassVar[dict[str, Refused]] = {
         "billing_policy": refused(),
+        "chat_template_kwargs": refused({}, hint="send thinking or output_config.effort instead"),
         "compaction": refused(),
         "mcp_servers": refused([]),
         "speed": refused("standard"),
@@ -379,7 +380,6 @@ class MessagesRequest(MessagesPrompt, GenerationFields):
             prompt_field="messages",
             limit=("max_tokens", self.max_tokens),
             only_scores=self.max_tokens == 0,
-            stop_field="stop_sequences",
             stops=self.stop_sequences or [],
             grammar=self._grammar(),
         )

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -101,11 +102,14 @@ async def version(app: AppDep) -> Version:
 
 
 class Card(Wire):
-    """A model in the list of /v1/models."""
+    """A model in the list of /v1/models, in the forms of OpenAI and Anthropic."""
 
     id: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    display_name: str
     created: int
+    created_at: str
     owned_by: Literal["pequod"] = "pequod"
     max_model_len: int | None  # null until the model is loaded, unless it was set
 
@@ -120,7 +124,8 @@ class Cards(Wire):
 def card(app: AppState, name: str) -> Card:
     info = app.engine.info
     length = info.max_len if info is not None else app.settings.max_model_len
-    return Card(id=name, created=app.created, max_model_len=length)
+    created_at = f"{datetime.fromtimestamp(app.created, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return Card(id=name, display_name=name, created=app.created, created_at=created_at, max_model_len=length)
 
 
 @router.get("/v1/models", dependencies=USER, responses={401: OPENAI_ERRORS[401]})

@@ -9,6 +9,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from ...http.fields import Refused, Wire, chosen_by, clash, refused
 from ...http.openapi import examples
+from ..extensions import all_refused
 from ..sampling import CacheSalt, Count, Limit, ModelName, Priority, Text, User, listed
 
 MAX_DOCUMENTS = 2048  # of one request, as inputs of one request for embeddings
@@ -46,6 +47,7 @@ class ScoringRequest(Wire):
         "chat_template_kwargs": refused({}),
         "instruct": refused(hint="send instruction instead"),
         "max_chunks_per_doc": refused(1, hint="a document is scored as a whole"),
+        "max_tokens_per_query": refused(0, hint="queries are not cut"),
         "mm_processor_kwargs": refused({}),
         "request_id": refused(hint="send the header X-Request-Id instead"),
         "softmax": refused(True, hint="scores are probabilities"),
@@ -147,9 +149,10 @@ class ScoreRequest(ScoringRequest):
     """A document or a list of them."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
-        name: refused(hint=f"send {own} instead")
-        for own, names in {"text_1": ("data_1", "queries", "query"), "text_2": ("data_2", "documents", "items")}.items()
-        for name in names
+        "max_tokens_per_doc": refused(0, hint="send truncate_prompt_tokens instead"),
+        "padding": refused("do_not_pad"),
+        **all_refused("data_1 queries query", refused(hint="send text_1 instead")),
+        **all_refused("data_2 documents items", refused(hint="send text_2 instead")),
     }
 
     @field_validator("text_2")

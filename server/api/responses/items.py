@@ -82,7 +82,11 @@ class CallItem(KeptItem):
     namespace: Name | None = None
     """The group that the function or tool belongs to; part of the prompt."""
 
-    unsupported: ClassVar[dict[str, Refused]] = {"async": refused(False), "caller": refused({"type": "direct"})}
+    unsupported: ClassVar[dict[str, Refused]] = {
+        "async": refused(False),
+        "async_": refused(False),  # as the Python SDK's model_dump names it
+        "caller": refused({"type": "direct"}),
+    }
 
 
 class FunctionCallItem(CallItem):

@@ -18,6 +18,7 @@ from .. import notes
 from ..chat.request import Labels, TemplateKwargs
 from ..conversation import Effort, by_effort, calling_of, check_choice, is_thinking, thinking_variables
 from ..custom_tools import check_grammars
+from ..extensions import Session, all_refused
 from ..response_format import ANY_OBJECT, JsonObjectFormat, NamedSchema, StructuredOutputs, TextFormat, of_outputs
 from ..sampling import MAX_INT, MAX_LOGPROBS, Count, GenerationFields, Limit, Stop, Text, User, listed, only_with
 from ..tools import MAX_TOOLS
@@ -136,18 +137,29 @@ class ResponsesRequest(Labels, GenerationFields):
     """Accepted: it limits calls of built-in tools, which this server does not have."""
     user: User = None
     client_metadata: Annotated[ClientMetadata | None, LABEL, notes.ACCOUNTING] = None
+    session_id: Session = None
+    """Accepted for routers in front of this server."""
     truncation: Annotated[Literal["auto", "disabled"] | None, LABEL] = None
     """Accepted: the input is never truncated; a prompt that is too long is a 400."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "access_programs": refused(),
-        "background_options": refused({}),
+        **all_refused("background_options media_io_kwargs mm_processor_kwargs", refused({})),
         "context_management": refused([]),
         "conversation": refused(hint="send previous_response_id instead"),
+        "enable_response_messages": refused(False),
         "image": refused({}),
+        "include_reasoning": refused(True),
         "moderation": refused(),
+        "previous_input_messages": refused([], hint="send input instead"),
         "prompt": refused(hint="send the text itself, as instructions and input"),
         "prompt_cache_retention": refused("in_memory", "in-memory", "24h"),
+        "request_id": refused(hint="send the header X-Request-Id instead"),
+        "spaces_between_special_tokens": refused(True),
+        # of chat completions
+        **all_refused("max_completion_tokens max_tokens", refused(hint="send max_output_tokens instead")),
+        "messages": refused(hint="send input instead"),
+        "response_format": refused(hint="send text.format instead"),
     }
 
     _before: list[Json] = PrivateAttr(default_factory=list)

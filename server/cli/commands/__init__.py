@@ -194,8 +194,6 @@ def settings_from(arguments: argparse.Namespace, *, default_model: Callable[[], 
         loaded = Loaded(load({**given, "model": default_model()}, config).settings, loaded.sources)
     secrets = (*loaded.settings.api_key, loaded.settings.metrics_key)
     hide(secret.get_secret_value() for secret in secrets if secret is not None)
-    if loaded.settings.local_files_only:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported, here and in the engine
     return loaded
 
 

@@ -387,7 +387,8 @@ def model(settings: Settings) -> Iterator[Finding]:
     from .plan import make
 
     try:
-        folder = fetch(settings.model, settings.revision, weights=False).path
+        offline = settings.local_files_only
+        folder = fetch(settings.model, settings.revision, weights=False, local_files_only=offline).path
     except EngineError as error:
         fix = "check the name or the folder; for hub models also the network and HF_TOKEN"
         yield Finding("model", "fail", with_flags(error), fix)

@@ -231,7 +231,6 @@ RAW = custom()["custom"]
         ({"tools": [custom(name, definition="a" * 40000) for name in "ab"]}, "tools", "65536"),
         ({"tools": [custom(), custom()]}, "tools", "same name"),
         ({"tools": [custom("clock"), CLOCK]}, "tools", "same name"),
-        ({"tools": [custom()], "stop": ["a"]}, "stop", ""),
         ({"tools": [custom()], "min_tokens": 3}, "min_tokens", ""),
         ({"tools": [custom()], "tool_choice": {"type": "custom", "custom": {"name": "clock"}}}, "tool_choice", ""),
         ({"tools": [custom()], "tool_choice": {"type": "custom", "name": "patch"}}, "tool_choice", ""),

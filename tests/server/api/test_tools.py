@@ -253,7 +253,6 @@ async def test_a_schema_that_calls_cannot_follow_is_refused_with_its_place(folde
 
 async def test_what_cannot_stand_beside_a_call_that_must_be_made(folder):
     for more, param in (
-        ({"stop": ["a"]}, "stop"),
         ({"min_tokens": 5}, "min_tokens"),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs.grammar"),
     ):

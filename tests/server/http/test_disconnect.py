@@ -113,7 +113,7 @@ async def test_a_large_text_is_encoded_no_further_than_the_context_goes(made, mo
     gate.go.set()
     prompts = Prompts(made("byte level"), max_len=2000)
     text = "the sea " * 60_000
-    monkeypatch.setattr(Prompts, "max_characters", 10**9)
+    monkeypatch.setattr(Prompts, "max_characters", lambda *_: 10**9)
     with pytest.raises(TextTooLong, match=r"maximum context length is 2000 tokens .*, and the prompt has more"):
         await prompts.encode(text)
     assert gate.pieces < 5

@@ -189,6 +189,49 @@ def test_every_type_that_a_field_accepts_is_named(model, body, param, told):
     assert (caught.value.param, caught.value.code) == (param, "invalid_type")
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+NO_ID = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALL = {"id": "1", **NO_ID}
+SCHEMA = {"name": "a", "schema": {}}
+FORMAT = {"type": "json_schema", "json_schema": SCHEMA}
+
+
+def called(call):
+    return {"messages": [*OK["messages"], {"role": "assistant", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "told"),
+    [
+        (ChatRequest, {"tools": [{**TOOL, "x": {}}]}, "Unknown field: 'tools.0.x'"),
+        (ChatRequest, {"tools": [{**TOOL, "name": "f"}]}, "'tools.0.name'"),
+        (ChatRequest, {"tools": [{**TOOL, "function": {"name": 5}}]}, "'tools.0.function.name'"),
+        (ChatRequest, {"tools": [{**TOOL, "function": {}}]}, "Missing required field: 'tools.0.function.name'"),
+        (ChatRequest, {"tools": [{"type": "function"}]}, "Missing required field: 'tools.0.function'"),
+        (ChatRequest, {"response_format": {**FORMAT, "x": 1}}, "'response_format.x'"),
+        (ChatRequest, {"response_format": {**FORMAT, "json_schema": {**SCHEMA, "x": 1}}}, "_format.json_schema.x'"),
+        (ChatRequest, called({**CALL, "extra_content": {}}), "'messages.1.tool_calls.0.extra_content'"),
+        (ChatRequest, called({**CALL, "id": 5}), "'messages.1.tool_calls.0.id': must be a string"),
+        (ChatRequest, called({**CALL, "function": {"name": "f", "arguments": {}}}), "_calls.0.function.arguments'"),
+        (ChatRequest, called(NO_ID), "Missing required field: 'messages.1.tool_calls.0.id'"),
+        (ResponsesRequest, {"tools": [TOOL]}, "Missing required field: 'tools.0.name'"),
+        (ResponsesRequest, {"tools": [{**TOOL, "name": "f"}]}, "'tools.0.function'"),
+        (ResponsesRequest, {"text": {"format": FORMAT}}, "'text.format.name'"),
+        (
+            MessagesRequest,
+            {"thinking": {"type": "enabled", "enabled": {}, "budget_tokens": 1024}},
+            "'thinking.enabled'",
+        ),
+    ],
+)
+def test_a_field_beside_one_that_has_the_name_of_the_kind_is_named(model, change, told):
+    body = {"input": "a"} if model is ResponsesRequest else {**OK, "max_tokens": 5}
+    with pytest.raises(ApiError) as caught:
+        parse(model, json.dumps({**body, **change}).encode())
+    assert told in caught.value.message
+    assert f"'{caught.value.param}'" in caught.value.message
+
+
 @pytest.mark.parametrize(
     ("model", "body"),
     [

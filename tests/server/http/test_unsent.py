@@ -9,6 +9,7 @@ import socket
 import pytest
 from fastapi import Depends, Response
 
+from server.generation import http_response
 from server.http import unsent
 from server.http.auth import public
 from server.http.unsent import WRITE_TIMEOUT_S, Unsent
@@ -255,3 +256,29 @@ def test_a_stream_that_is_cut_off_is_counted_as_one_of_a_slow_reader(sockets, co
         writer.close()
 
     sockets(use)
+
+
+def test_a_stream_that_waits_too_long_for_its_client_is_cut_off_with_a_line_in_the_log(
+    sockets, connections, monkeypatch, caplog
+):
+    """As over TLS, where nobody sees whether the client reads."""
+    monkeypatch.setattr(http_response, "WRITE_TIMEOUT_S", 0.1)
+    caplog.set_level("INFO")
+    body = json.dumps({"prompt": "a" * 50, "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+
+    async def use(connect, app, engine):
+        engine.delay = 0.01
+        reader, writer = await connect()
+        writer.write(head("Content-Type: application/json", f"Content-Length: {len(body)}") + body)
+        await asyncio.wait_for(reader.readuntil(b"data: "), WAIT_S)
+        connections[0].pause_writing()
+        await until(lambda: not connections[0].connections)
+        await until(lambda: not connections[0].tasks)
+        aborts = app.state.pequod.metrics.aborts
+        assert {cause for cause, counter in aborts.items() if counter._value.get()} == {"slow_reader"}
+        writer.close()
+
+    sockets(use)
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged.count("cut off a connection whose client does not read, or not fast enough") == 1
+    assert not [line for line in logged if "ASGI callable" in line]

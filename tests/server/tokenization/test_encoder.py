@@ -13,6 +13,7 @@ import pytest
 
 from engine import ConfigError
 from server.http.errors import ApiError
+from server.tokenization import encoder
 from server.tokenization.encoder import Prompts, TextTooLong, characters
 from server.tokenization.renderer import TemplateError
 from server.tokenization.tokenizer import Tokenizer
@@ -145,7 +146,7 @@ async def test_what_can_never_fit_is_not_tokenized(made: Make, monkeypatch: pyte
     tokenizer = made("byte level")
     prompts = Prompts(tokenizer, max_len=20_000, chat_template="{{ messages[0].content }}")
     limit = 20_000 * tokenizer.longest
-    assert prompts.max_characters == limit
+    assert prompts.max_characters() == limit
     assert len(await prompts.encode("." * limit, fits=False)) >= 20_000
 
     monkeypatch.setattr(tokenizer, "encode", lambda *a, **k: pytest.fail("tokenized"))
@@ -153,6 +154,23 @@ async def test_what_can_never_fit_is_not_tokenized(made: Make, monkeypatch: pyte
         await prompts.encode("." * (limit + 1))
     with pytest.raises(TextTooLong):
         await prompts.chat([{"role": "user", "content": "." * (limit + 1)}])
+
+
+async def test_the_length_of_a_text_that_need_not_fit_is_not_that_of_the_context(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder, "ORDINARY", 100)
+    prompts = Prompts(made("byte level"), max_len=10, chat_template="{{ messages[0].content }}")
+    text = "the sea " * 1000
+    assert len(text) > prompts.max_characters()
+    assert await prompts.encode(text, fits=False) == prompts.tokenizer.encode(text)
+    assert await prompts.chat([{"role": "user", "content": text}], fits=False) == prompts.tokenizer.encode(text)
+
+    monkeypatch.setattr(encoder, "MAX_TOKENS", 50)
+    limit = 50 * prompts.tokenizer.longest
+    with pytest.raises(TextTooLong, match=rf"^A text that is .* at most 50 tokens; .* at most {limit} can fit"):
+        await prompts.encode(text, fits=False)
+    prompts.close()
 
 
 async def test_short_texts_are_always_tokenized(made: Make) -> None:

@@ -21,4 +21,13 @@ NAMES = """
     return_progress return_tokens samplers sse_ping_interval t_max_predict_ms timings_per_token top_n_sigma typical_p
     verbose xtc_probability xtc_threshold
 """
-EXTENSIONS = NAMES.split()
+EXTENSIONS = [*NAMES.split(), "mm_payload", "return_weight_versions"]
+# Of vLLM's further APIs.
+SHARED = ["ec_transfer_params", "kv_transfer_params", "mm_payload", "return_mm_kwargs", "vllm_xargs", "watermarking"]
+RESPONSES_NAMES = """
+    cache_salt chat_template_kwargs enable_response_messages ignore_eos include_reasoning include_stop_str_in_output
+    logit_bias media_io_kwargs min_p mm_processor_kwargs previous_input_messages priority repetition_penalty request_id
+    seed session_id skip_special_tokens spaces_between_special_tokens stop structured_outputs top_k
+"""
+RESPONSES_EXTENSIONS = [*RESPONSES_NAMES.split(), *SHARED]
+MESSAGES_EXTENSIONS = ["chat_template_kwargs", *SHARED]

@@ -9,6 +9,7 @@ from anthropic.types.beta import message_create_params as beta_params
 
 from tests.server.api.effects import sampling
 from tests.server.api.effects.endpoint import COUNT_TOKENS, END, MESSAGES, QUESTION, TOKENIZE, Endpoint
+from tests.server.api.effects.extensions import MESSAGES_EXTENSIONS
 from tests.server.api.effects.places import held, needed, written
 
 
@@ -472,7 +473,8 @@ LABELS = {
 HEADERS = {"betas", "user_profile_id", "workspace_id"}
 
 
-KNOWN = {MESSAGES: {"output_format", "temperature", "top_k", "top_p"}}  # of older SDKs
+OLDER = {"output_format", "temperature", "top_k", "top_p"}  # of older SDKs
+KNOWN = {MESSAGES: {*OLDER, *MESSAGES_EXTENSIONS}}
 SDK_TYPES = {
     MESSAGES: [
         kind

@@ -96,7 +96,8 @@ ITEMS = [
     },
     {
         "type": "function_call", "id": "fc_1", **KEPT, "call_id": "call_7", "name": "look",
-        "arguments": '{"far": true}', "async": None, "caller": None, "namespace": None,
+        "arguments": '{"far": true}', "async": None, "async_": None, "caller": None,
+        "namespace": None,
     },
     {
         "type": "function_call_output", "id": "fco_1", **KEPT, "call_id": "call_7", "caller": None, "name": None,
@@ -105,7 +106,8 @@ ITEMS = [
     {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "All is clear."}]},
     {
         "type": "custom_tool_call", "id": "ctc_1", **KEPT, "call_id": "call_8", "name": "log", "input": "Fog.",
-        "async": None, "caller": None, "namespace": None,
+        "async": None, "async_": None, "caller": None,
+        "namespace": None,
     },
     {
         "type": "custom_tool_call_output", "id": "ctco_1", **KEPT, "call_id": "call_8", "caller": None, "name": None,

@@ -128,6 +128,8 @@ ENDPOINTS = {RERANK: Scoring, SCORE: Scoring}
 NAMES = "model user truncate_prompt_tokens priority cache_salt mm_processor_kwargs activation softmax use_activation"
 KNOWN = {
     RERANK: {*NAMES.split(), "query", "documents", "top_n", "return_documents", "max_tokens_per_doc", "instruct",
-             "max_chunks_per_doc", "rank_fields", "truncation_side", "chat_template", "chat_template_kwargs"},
-    SCORE: {*NAMES.split(), "text_1", "text_2", "data_1", "data_2", "queries", "documents", "items"},
+             "max_chunks_per_doc", "max_tokens_per_query", "rank_fields", "truncation_side", "chat_template",
+             "chat_template_kwargs"},
+    SCORE: {*NAMES.split(), "text_1", "text_2", "data_1", "data_2", "queries", "documents", "items",
+            "max_tokens_per_doc", "max_tokens_per_query", "padding"},
 }  # fmt: skip

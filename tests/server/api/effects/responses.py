@@ -7,6 +7,7 @@ from openai.types.responses import response_create_params as params
 from tests.live import eventually
 from tests.server.api.effects import sampling
 from tests.server.api.effects.endpoint import END, QUESTION, TOKENIZE, Endpoint
+from tests.server.api.effects.extensions import RESPONSES_EXTENSIONS
 from tests.server.api.effects.places import changed, held, needed, written
 from tests.server.wire import RESPONSES, typed
 
@@ -421,4 +422,6 @@ LABELS = {
     "text.format.description": "A narwhal.",
     "text.format.strict": False,
 }
+CHAT_NAMES = {"max_completion_tokens", "max_tokens", "messages", "response_format"}
+KNOWN = {RESPONSES: {*RESPONSES_EXTENSIONS, *CHAT_NAMES}}
 SDK_TYPES = {RESPONSES: [params.ResponseCreateParamsNonStreaming, params.ResponseCreateParamsStreaming]}

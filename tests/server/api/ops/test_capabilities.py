@@ -125,6 +125,7 @@ def test_a_field_is_what_the_table_says(server, capabilities, path, field):
         assert endpoint.post(**plain).status_code == 200
     else:
         base = {TOKENIZE: {"messages": QUESTION}}.get(path, {})
+        endpoint = Endpoint(server, path)  # with the names of its own API alone
         for value in ({"no": "default"}, "no such default"):
             plain, other, place = within(path, field, value)
             error = endpoint.post(**{**base, **other})

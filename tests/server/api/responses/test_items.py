@@ -3,12 +3,13 @@
 import json
 
 import pytest
+from openai.types.responses import Response
 
 from server.api.custom_tools import arguments_of, input_of
 from server.api.responses.items import as_turns
 from server.api.responses.request import ResponsesRequest
 from tests.fakes import FakeEngine, serving
-from tests.server.api.responses.wire import WEATHER, prompts, respond
+from tests.server.api.responses.wire import CALL, WEATHER, prompts, respond
 from tests.server.wire import LIBRARY, RESPONSES, ask, ids, saying
 
 PATCH = {"type": "custom", "name": "patch", "description": "Patches a file."}
@@ -31,6 +32,25 @@ async def refusal(folder, **body):
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     return error["param"], error["code"]
+
+
+async def test_items_that_the_python_sdk_has_dumped_can_be_sent_back(folder):
+    first = await respond(folder, f"<think>Hm</think>Let me look.{CALL}", tools=[WEATHER])
+    said = [item.model_dump() for item in Response.model_validate(first).output]
+    assert [item["type"] for item in said] == ["reasoning", "message", "function_call"]
+    result = {"type": "function_call_output", "call_id": said[-1]["call_id"], "output": "fog"}
+    again = await respond(folder, input=[{"role": "user", "content": "the sea"}, *said, result], tools=[WEATHER])
+    assert again["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("field", "own"),
+    [("max_tokens", "max_output_tokens"), ("response_format", "text.format"), ("messages", "input")],
+)
+async def test_a_field_of_chat_completions_is_refused_with_the_name_that_it_has_here(folder, field, own):
+    response = await ask(folder, RESPONSES, {"input": "the sea", field: 5})
+    message = f"'{field}' is not supported; send {own} instead."
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
 
 
 async def test_a_text_is_the_users_message(folder):

@@ -72,8 +72,6 @@ def surroundings(monkeypatch):
     for name in list(os.environ):
         if name.startswith(settings.PREFIX):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that it is restored after a command has set it
-    monkeypatch.delenv("HF_HUB_OFFLINE")
 
 
 class FakeEngine(fakes.FakeEngine):
@@ -195,11 +193,6 @@ def test_an_engine_that_cannot_load_is_one_sentence(pequod, fake, monkeypatch, e
     monkeypatch.setattr(FakeEngine, "error", error)
     assert pequod("complete", "--prompt", "x") == (code, "", f"pequod: {error}\n")
     assert fake.made.closed
-
-
-def test_local_files_only_is_passed_to_the_hub_library(pequod, fake):
-    pequod("complete", "--prompt", "x", "--local-files-only")
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
 def test_chat_from_a_pipe_keeps_the_conversation(pequod, fake):
