@@ -78,7 +78,8 @@ class Choice(Reader):
     `scores` is shared by the choices of a prompt whose log-probabilities are requested. `only_scores`: drop the one
     token that the engine has to sample. `is_json`: a completion that ends by itself must be JSON, otherwise it is a
     500. `calling`: the tools that it may call; if they are not parallel, it ends where the model begins a second call.
-    `reported_ids`: the stop tokens that the response names when one of them ends it.
+    `enforces_calls`: a grammar makes calls follow the schemas of their tools. `reported_ids`: the stop tokens that the
+    response names when one of them ends it.
     """
 
     stream: Detokenizer
@@ -89,6 +90,7 @@ class Choice(Reader):
     only_scores: bool = False
     is_json: bool = False
     calling: Calling | None = None
+    enforces_calls: bool = False
     reported_ids: frozenset[int] = frozenset()
     _arguments: list[str] | None = field(default=None, init=False)  # of the last call so far, None: there is none
     _json: list[str] = field(default_factory=list, init=False)  # the content so far, with `is_json`
@@ -122,8 +124,8 @@ class Choice(Reader):
             was_reasoning = self.parser.is_reasoning
             texts.append(text)
             new_parts = self.parser.feed(text)
-            if self.stream.stopped and self.calling is not None and self.calling.keeps_whole(self.parser):
-                texts.append(self.stream.resume())
+            if self.stream.stopped:
+                texts.append(self.stream.resume() if self._keeps_whole() else self.stream.included())
                 new_parts += self.parser.feed(texts[-1])
             end = self._second_call(new_parts)
             parts += new_parts[:end]
@@ -139,14 +141,15 @@ class Choice(Reader):
             texts.append(rest)
             new_parts = self.parser.feed(rest) + self.parser.finish(cut_before=self._cut_before(reason))
             parts += new_parts[: self._second_call(new_parts)]
+        stop = ids[-1] if has_stop_token and ids[-1] in self.reported_ids else self.stream.stop
         for part in parts:
             if isinstance(part, Call):
                 self._arguments = []
             elif isinstance(part, Arguments) and self._arguments is not None:
                 self._arguments.append(part.text)
         if reason == "stop" and self._arguments is not None:
-            # A call that a stop string cuts off must not look complete.
-            is_whole = not self.stream.stopped or is_json_text("".join(self._arguments))
+            # A call that a stop string or token of the request cuts off must not look complete.
+            is_whole = stop is None or is_json_text("".join(self._arguments))
             reason = "tool_calls" if is_whole else "stop"
         if self.is_json:
             self._json += [part.text for part in parts if isinstance(part, Content)]
@@ -162,7 +165,7 @@ class Choice(Reader):
             offsets=tuple(offsets),
             finish_reason=reason,
             prompt_logprobs=prompt_logprobs,
-            stop=ids[-1] if has_stop_token and ids[-1] in self.reported_ids else self.stream.stop,
+            stop=stop,
         )
 
     def _cut_before(self, reason: str) -> str | None:
@@ -170,6 +173,14 @@ class Choice(Reader):
         if self.stream.stop is None:
             return "" if reason == "length" else None
         return "" if self.stream.include_stop else self.stream.stop
+
+    def _keeps_whole(self) -> bool:
+        """Return whether the next text belongs to an enforced call, which no stop string may cut off.
+
+        Where a call is required, all text but the reasoning belongs to one.
+        """
+        is_required = self.calling is not None and self.calling.is_required
+        return self.enforces_calls and (self.parser.is_calling or (is_required and not self.parser.is_reasoning))
 
     def _second_call(self, parts: list[Part]) -> int | None:
         """Return the index of a second call where only one is allowed; None if there is none."""

@@ -30,6 +30,7 @@ class Shape(NamedTuple):
     grammar: Grammar | None  # of the whole text
     is_opened: bool  # the prompt ends inside a block of reasoning
     calling: Calling | None
+    enforces_calls: bool = False  # the grammar makes calls follow the schemas of their tools
 
     def parser(self) -> MessageParser:
         """Return a parser for one completion."""
@@ -87,7 +88,7 @@ async def output_shape(
         name = "the grammar of all functions and formats together"
         raise refusal(field, f"{name} has {len(forced.text)} characters, and at most {MAX_WRITTEN} can be used")
     whole = await gate.check(Grammar(forced.kind, forced.text, field), caller.flow, limit=MAX_WRITTEN)
-    return Shape(forced.formats, whole, opened, calling)
+    return Shape(forced.formats, whole, opened, calling, is_shaped)
 
 
 def thinking_budget(

@@ -222,6 +222,7 @@ def make_choices(
                 model.tokenizer,
                 request.stops,
                 include_stop=request.include_stop,
+                may_resume=shape is not None and shape.enforces_calls,
                 hidden=hidden,
                 context=prompt.ids,
                 strip=grammar is None,
@@ -237,6 +238,7 @@ def make_choices(
                 only_scores=request.only_scores,
                 is_json=request.grammar is not None and request.grammar.kind == "json_schema",
                 calling=shape.calling if shape else None,
+                enforces_calls=shape is not None and shape.enforces_calls,
                 reported_ids=reported_ids,
             )
             choices.append(choice)

@@ -11,7 +11,6 @@ from msgspec import Struct, field
 from engine import SamplingParams
 
 from ..grammar.schemas import Grammar
-from ..parsers.parts import MessageParser
 from ..tokenization.encoder import RenderOptions
 from .output import Json
 
@@ -50,16 +49,8 @@ class Calling(NamedTuple):
 
     @property
     def is_enforced(self) -> bool:
-        """Whether a grammar makes calls follow the schemas of their tools."""
+        """Whether a grammar has to make calls follow the schemas of their tools."""
         return self.is_required or any(tool.strict for tool in self.tools)
-
-    def keeps_whole(self, parser: MessageParser) -> bool:
-        """Return whether the next text belongs to an enforced call, which no stop string may cut off.
-
-        Where a call is required, all text but the reasoning belongs to one.
-        """
-        is_in_call = parser.is_calling or (self.is_required and not parser.is_reasoning)
-        return self.is_enforced and is_in_call
 
     @property
     def in_prompt(self) -> tuple[Tool, ...]:

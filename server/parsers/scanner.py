@@ -279,6 +279,7 @@ class Scanner:
         if delimiter in block:  # after other content, it is text
             self.content.add(delimiter)
         elif delimiter in self.opens:
+            self._record = []  # the next text is that of a call
             return (yield from self._call_or_text(delimiter, (yield)))
         else:
             self._closing = tuple(each for each in self._closing if each != delimiter)

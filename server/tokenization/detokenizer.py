@@ -5,37 +5,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Sequence
 
+from .stop_matcher import StopMatcher
 from .tokenizer import Tokenizer
-
-
-class StopMatcher:
-    """Finds a stop string in a stream of text, in linear time (Knuth, Morris, Pratt)."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.matched = 0  # length of the longest prefix of the stop string that the text ends with
-        self._shorter = [0]  # of each prefix: its longest proper prefix that is also its suffix
-        for character in text[1:]:
-            length = self._shorter[-1]
-            while length and text[length] != character:
-                length = self._shorter[length - 1]
-            self._shorter.append(length + (text[length] == character))
-
-    def feed(self, piece: str) -> list[int]:
-        """Return the ends of all occurrences that end in `piece`, as offsets in it."""
-        stop, shorter, matched = self.text, self._shorter, self.matched
-        ends: list[int] = []
-        if matched == 0 and stop[0] not in piece:
-            return ends
-        for end, character in enumerate(piece, 1):
-            while matched and stop[matched] != character:
-                matched = shorter[matched - 1]
-            matched += stop[matched] == character
-            if matched == len(stop):
-                ends.append(end)
-                matched = shorter[-1]
-        self.matched = matched
-        return ends
 
 
 class Detokenizer:
@@ -45,6 +16,7 @@ class Detokenizer:
     adds to decoding the prompt.
     `stops`: the first token that completes one of these ends the text; if it completes several, the one that begins
     first counts. None counts within the first `min_tokens` tokens.
+    `may_resume`: hold stop strings, also those that belong to the text, because some of them may not count.
     `strip`: remove the space that some vocabularies put before every word from the beginning of a text without
     context. With a grammar every character counts, so it must stay.
     `hidden`: tokens without text; None: the special tokens.
@@ -56,12 +28,14 @@ class Detokenizer:
         stops: Sequence[str] = (),
         *,
         include_stop: bool = False,
+        may_resume: bool = False,
         hidden: Collection[int] | None = None,
         context: Sequence[int] = (),
         min_tokens: int = 0,
         strip: bool = True,
     ) -> None:
         self.include_stop = include_stop
+        self._holds = may_resume or not include_stop
         self.stopped = False
         self.stop: str | None = None  # the stop string that ended the text
         self.offset = 0  # characters decoded so far
@@ -78,7 +52,8 @@ class Detokenizer:
         self._half = self._read_context(context)
 
     def feed(self, token_id: int) -> str:
-        """Return the text that one more token makes final; nothing after a stop string."""
+        """Return the text that one more token makes final; nothing after a stop string, which `included` returns if it
+        was held."""
         if self.stopped:
             return ""
         self._num_tokens += 1
@@ -105,12 +80,16 @@ class Detokenizer:
         if match is not None:
             start, end, self.stop = match
             self.stopped = True
-            length = len(text) - len(new) + (end if self.include_stop else start)
+            length = len(text) - len(new) + (start if self._holds else end)
             self._held = text[length:]
             return text[:length]
-        keep = 0 if self.include_stop else max(stop.matched for stop in self._stops)
+        keep = max(stop.matched for stop in self._stops) if self._holds else 0
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def included(self) -> str:
+        """Return the stop string that has ended the text if it was held, and belongs to the text."""
+        return (self.stop or "") if self._holds and self.include_stop else ""
 
     def resume(self) -> str:
         """Go on after a stop string that does not count; return it and the rest of the last token's text."""

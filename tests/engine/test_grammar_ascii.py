@@ -51,6 +51,18 @@ def test_digits_and_word_characters_are_ascii_in_every_kind_of_grammar(kind, pat
 
 
 @pytest.mark.parametrize(
+    ("pattern", "matching", "other"),
+    [
+        (r"[+-\d]+", "-5", "A]"), (r"[-\d]+", "-5", "A"), (r"[+\-\d]+", "-5", "A"), (r"a-\d", "a-5", "a5"),
+        (r"[\w--\d]+", "ab", "a5"), (r"[a-c-\d]+", "b-5", "d"),
+    ],
+)  # fmt: skip
+def test_a_hyphen_before_an_escape_is_no_range(pattern, matching, other):
+    for kind, grammar in (("regex", pattern), ("lark", f"start: /{pattern}/")):
+        assert [is_match(kind, grammar, text) for text in (matching, other)] == [True, False]
+
+
+@pytest.mark.parametrize(
     "grammar",
     [
         r'start: "\\d" | /a/', r'start: /a/ "\\d/\\w"', r"start: /a/ // \d/ \w", r"start: /a/ # \d/",

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes import TEMPLATE, FakeEngine, model_folder
 from tests.server.api.anthropic.wire import MESSAGES
-from tests.server.wire import CHAT, QUESTION, RESPONSES, ask, chunks, joined, saying
+from tests.server.wire import CHAT, QUESTION, RESPONSES, ask, chunks, ids, joined, saying
 
 PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
@@ -90,19 +90,46 @@ async def test_a_stop_string_ends_the_reasoning_before_a_required_call(folder):
     assert "tool_calls" not in ended["message"]
 
 
-async def test_a_stop_string_ends_the_content_beside_strict_functions_but_no_call(folder):
-    ended = await choice(folder, f"Let me look.{CALL}", STRICT, stop=["me"])
-    assert (ended["message"]["content"], ended["stop_reason"]) == ("Let ", "me")
-    for stop in STOPS[3:]:  # the delimiter's own tokens are text until it is complete
-        ended = await choice(folder, f"Let us look.{CALL}", STRICT, stop=[stop])
+@pytest.mark.parametrize("includes", [False, True])
+async def test_a_stop_string_ends_the_content_beside_strict_functions_but_no_call(folder, includes):
+    more = {"include_stop_str_in_output": includes}
+    ended = await choice(folder, f"Let me look.{CALL}", STRICT, stop=["me"], **more)
+    assert (ended["message"]["content"], ended["stop_reason"]) == ("Let me" if includes else "Let ", "me")
+    for stop in [*STOPS[2:], "\n{"]:
+        ended = await choice(folder, f"Let us look.{CALL}", STRICT, stop=[stop], **more)
         assert is_whole(ended), stop
         assert ended["message"]["content"] == "Let us look."
+    for stop in ["<", "tool", "<tool_call>", '>\n{"na']:  # the delimiter's own tokens are text until it is complete
+        ended = await choice(folder, f"Let us look.{CALL}", STRICT, stop=[stop], **more)
+        assert "tool_calls" not in ended["message"], stop
+        assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", stop)
+
+
+@pytest.mark.parametrize("stop", ["</think>", ".\n</think>\n", "large"])
+@pytest.mark.parametrize("includes", [False, True])
+async def test_a_stop_string_that_begins_in_the_reasoning_ends_it(folder, stop, includes):
+    more = {"stop": [stop], "include_stop_str_in_output": includes}
+    ended = await choice(folder, THOUGHT + CALL, tool_choice="required", **more)
+    assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", stop)
+    assert "tool_calls" not in ended["message"]
 
 
 async def test_a_stop_string_ends_no_input_of_a_custom_tool(folder):
-    ended = await choice(folder, PATCHED, PATCH, stop=["Observation:"])
-    assert ended["finish_reason"] == "tool_calls"
-    assert ended["message"]["tool_calls"][0]["custom"] == {"name": "patch", "input": "Observation: fog"}
+    for stop in ("Observation:", "\n"):
+        ended = await choice(folder, PATCHED, PATCH, stop=[stop])
+        assert ended["finish_reason"] == "tool_calls", stop
+        assert ended["message"]["tool_calls"][0]["custom"] == {"name": "patch", "input": "Observation: fog"}
+
+
+async def test_beside_a_grammar_of_the_whole_text_no_call_is_enforced(folder):
+    grammar = {"structured_outputs": {"grammar": "start: /(?s:.*)/"}}
+    ended = await choice(folder, CALL + "\nObservation: fog", STRICT, stop=["Observation:"], **grammar)
+    assert (ended["message"]["content"], ended["stop_reason"]) == (None, "Observation:")
+
+
+async def test_a_call_that_a_stop_token_cuts_off_does_not_look_complete(folder):
+    ended = await choice(folder, CALL, tool_choice="required", stop_token_ids=[ids("Nan")[0]])
+    assert ended["finish_reason"] == "stop" and ended["stop_reason"] == ids("Nan")[0]
 
 
 async def test_a_call_that_no_grammar_enforces_is_cut_off(folder):

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.tokenization.detokenizer import Detokenizer, StopMatcher
+from server.tokenization.detokenizer import Detokenizer
+from server.tokenization.stop_matcher import StopMatcher
 from server.tokenization.tokenizer import Tokenizer
 
 Make = Callable[[str], Tokenizer]
@@ -121,8 +122,11 @@ def test_equals_the_slow_version(tokenizer: Tokenizer, draw: st.DataObject) -> N
         "context": context,
         "min_tokens": min_tokens,
     }
-    stream = Detokenizer(tokenizer, stops, **options)
-    assert run(stream, ids) == slow(tokenizer, ids, stops, **options)
+    want = slow(tokenizer, ids, stops, **options)
+    assert run(Detokenizer(tokenizer, stops, **options), ids) == want
+    holding = Detokenizer(tokenizer, stops, may_resume=True, **options)
+    text, *others = run(holding, ids)
+    assert (text + holding.included(), *others) == want
 
 
 @PROPERTY
