@@ -39,9 +39,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         return word.lower().replace("_", "-").lstrip("-")
 
     def is_meant(choice: str) -> bool:
-        # Long names of different settings are alike, too: so few characters may differ, unless words are missing.
+        # Long names of different settings are alike, too: so few characters may differ, unless words are missing or end
+        # otherwise.
         num_equal = sum(block.size for block in SequenceMatcher(None, choice, typed).get_matching_blocks())
-        lacks_words = set(typed.split("-")) < set(choice.split("-"))
+        words = choice.split("-")
+        lacks_words = all(any(word.startswith(part[:4]) for word in words) for part in typed.split("-"))
         return lacks_words or len(choice) + len(typed) - 2 * num_equal <= MAX_DIFFERENT
 
     typed, choices = plain(name), {plain(choice): choice for choice in known}

@@ -20,7 +20,7 @@ from .config import checkpoint_names, config_of
 from .reader import PART, files_of, read
 from .tokenizer import Vocabulary
 
-FORMAT = 4  # of the folders; another number makes new ones
+FORMAT = 5  # of the folders; another number makes new ones
 TENSORS = "tensors.json"
 
 

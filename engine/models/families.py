@@ -406,16 +406,17 @@ def architecture(source: Mapping[str, Any]) -> str:
     raise ModelError('config.json names no architecture; it needs "architectures" or "model_type"')
 
 
-def is_of_another_type(source: Mapping[str, Any], name: str) -> bool:
-    """Return whether config.json names a model type that is not of this architecture, but one of others.
+def native_architecture(source: Mapping[str, Any]) -> str | None:
+    """Return the name of the native decoder's family; None: the model type is that of a model that transformers has.
 
-    transformers then goes by the type: it saves some models (EXAONE 3) with the name of another's class.
+    The type counts, as in transformers, which saves some models (EXAONE 3) with the name of another's class.
     """
-    given, own = source.get("model_type"), [kind for kind, each in MODEL_TYPES.items() if each == name]
+    name, given = architecture(source), source.get("model_type")
+    own = [kind for kind, each in MODEL_TYPES.items() if each == name]
     if not own or not isinstance(given, str) or not given or given in own:
-        return False
+        return name
     if given in MODEL_TYPES:
-        return True
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+        return MODEL_TYPES[given]
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return given in CONFIG_MAPPING_NAMES
+    return None if given in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else name

@@ -22,7 +22,7 @@ from ..quantized.config import TypeOf, count_blocks, parse
 from ..types import ConfigError, ModelError
 from . import layer_kinds, multimodal
 from .decoder_spec import DecoderSpec, LayerShape, sinks_name
-from .families import FAMILIES, architecture, is_of_another_type
+from .families import FAMILIES, architecture, native_architecture
 from .gpu_form import ROUNDED, Form
 from .gpu_weights import PIECE_NUMBERS
 from .keys import count_of, number, whole
@@ -249,14 +249,14 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
     whole_name = architecture(source)
     source = multimodal.text_part(source)
     name = architecture(source)
+    is_part = name != whole_name
+    if not is_part and (native := native_architecture(source)) != name:
+        name = native or f"{name} of the type '{shown(source['model_type'])}'"
     family = FAMILIES.get(name)
-    reason = None
     if family is None:
-        reason = f"the native implementation has no {name}; it has {', '.join(FAMILIES)}"
+        reason: str | None = f"the native implementation has no {name}; it has {', '.join(FAMILIES)}"
     else:
         reason = layer_kinds.unsupported(source, name, family)
-        if name == whole_name and is_of_another_type(source, name):
-            reason = f"the native implementation has no {name} of the type '{shown(source['model_type'])}'"
     if family is None or reason is not None:
         if native_only:
             raise ModelError(f"{reason}; leave `implementation` to auto")
@@ -344,7 +344,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         in_blocks=source["quantization_config"]["numbers"] if method == "gguf" else {},
         activation_bytes=_activation_bytes(num_params, config),
         kv_dtype=config.kv_dtype,
-        is_part=name != whole_name,
+        is_part=is_part,
     )
     if not spec.method:
         return spec

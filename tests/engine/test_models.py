@@ -345,14 +345,15 @@ def test_a_model_is_of_the_type_that_its_config_names(tmp_path):
     # transformers saves EXAONE 3 with the name of Llama's class; its older checkpoints have that of their own code.
     spec = partial(read_spec, config=EngineConfig(model=""))
     assert spec({**BASE, "architectures": ["LlamaForCausalLM"], "model_type": "exaone"}) is None
-    assert spec({**BASE, "architectures": ["MistralForCausalLM"], "model_type": "llama"}) is None
-    assert spec({**BASE, "architectures": ["LlamaForCausalLM"], "model_type": "aquila"}) is not None  # which has none
-    for number, changed in enumerate(({"architectures": ["WhaleForCausalLM"]}, {"model_type": "llama"})):
-        folder = make("mistral", tmp_path / str(number), dtype=torch.float64)
+    for unknown in ("aquila", "qwen3_vl_text"):  # of which transformers has no causal language model
+        assert spec({**BASE, "architectures": ["LlamaForCausalLM"], "model_type": unknown}) is not None
+    other = {"architectures": ["WhaleForCausalLM"]}, {"model_type": "llama"}
+    for changed, implementation in zip(other, ("transformers", "native"), strict=True):
+        folder = make("mistral", tmp_path / implementation, dtype=torch.float64)
         source = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(source | changed))
         model, ids = load_model(EngineConfig(model="", dtype="float64"), folder), prompt(30)
-        assert model.spec.implementation == "transformers"
+        assert model.spec.implementation == implementation
         assert (Bench(model).step({0: ids})[0] - whole(oracle(folder, torch.float64), ids)).abs().max() < 1e-9
     (folder / "config.json").write_text(json.dumps(source | {"architectures": ["MistralForSequenceClassification"]}))
     with pytest.raises(ModelError, match="MistralForSequenceClassification is not a causal language model"):

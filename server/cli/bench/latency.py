@@ -68,6 +68,7 @@ async def measure(arguments: argparse.Namespace) -> Result:
         if session.child is not None and session.failure is None:
             result["prefill"] = phases(prefilling(steps))
             result["steps"] = await by_rows(session, arguments, steps, limit)
+            result["failure"] = session.failure
         return result
 
 
@@ -84,7 +85,12 @@ async def by_rows(
         if rows > 1:
             asks = [session.prompts.ask(arguments.input_len, arguments.output_len) for _ in range(rows)]
             try:
-                (await session.send(asks, label=f"{rows} rows")).complete()
+                sent = await session.send(asks, label=f"{rows} rows")
+            except Failure as error:
+                session.failure = str(error)
+                break
+            try:
+                sent.complete()
             except Failure as error:
                 warn(f"no steps of {rows} rows were measured: {error}")
                 continue
