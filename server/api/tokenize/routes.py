@@ -39,7 +39,7 @@ async def tokenize(payload: TokenizeBody, app: AppDep, caller: UserDep, request:
         spelt = await model.prompts.tokens(ids, caller=caller.flow) if payload.return_token_strs else None
         return Tokens(count=len(ids), max_model_len=model.info.max_len, tokens=ids, token_strs=spelt)
 
-    # Encoded by msgspec: a pydantic model of so many tokens would block the event loop ten times as long.
+    # Encoded with msgspec: with a pydantic model many tokens would block the event loop for ten times as long.
     return Response(msgspec.json.encode(await while_connected(request, work())), media_type="application/json")
 
 

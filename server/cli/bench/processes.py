@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...settings_sources import Loaded
 
 POLL_S = 0.01
-NOTICE_S = 15.0  # until the user is told that bench still waits for the server
+NOTICE_S = 15.0  # after which bench prints that it is still waiting for the server
 STOP_S = 40.0  # more than a Pequod drains by default
 # A server that takes less than this share of a core has done what it does without requests, such as taking memory.
 QUIET_SHARE, QUIET_S, QUIET_LIMIT_S = 0.1, 0.5, 30.0

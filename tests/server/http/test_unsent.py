@@ -240,19 +240,29 @@ def test_unread_responses_beyond_the_limit_are_dropped(sockets, connections, mon
     sockets(use)
 
 
-def test_a_stream_that_is_cut_off_is_counted_as_one_of_a_slow_reader(sockets, connections):
+async def streaming(connect, engine):
+    """Request a long stream; returns the connection's writer after the first event."""
+    engine.delay = 0.01
     body = json.dumps({"prompt": "a" * 50, "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+    reader, writer = await connect()
+    writer.write(head("Content-Type: application/json", f"Content-Length: {len(body)}") + body)
+    await asyncio.wait_for(reader.readuntil(b"data: "), WAIT_S)
+    return writer
+
+
+def causes(app):
+    """The causes of the aborts that the metrics have counted."""
+    return {cause for cause, counter in app.state.pequod.metrics.aborts.items() if counter._value.get()}
+
+
+def test_a_stream_that_is_cut_off_is_counted_as_one_of_a_slow_reader(sockets, connections):
 
     async def use(connect, app, engine):
-        engine.delay = 0.01
-        reader, writer = await connect()
-        writer.write(head("Content-Type: application/json", f"Content-Length: {len(body)}") + body)
-        await asyncio.wait_for(reader.readuntil(b"data: "), WAIT_S)
+        writer = await streaming(connect, engine)
         connections[0].unsent.cut_off("for a test")
         await until(lambda: engine.aborted)
         await until(lambda: app.state.pequod.limits.open_choices == 0)
-        aborts = app.state.pequod.metrics.aborts
-        assert {cause for cause, counter in aborts.items() if counter._value.get()} == {"slow_reader"}
+        assert causes(app) == {"slow_reader"}
         writer.close()
 
     sockets(use)
@@ -264,18 +274,13 @@ def test_a_stream_that_waits_too_long_for_its_client_is_cut_off_with_a_line_in_t
     """As over TLS, where nobody sees whether the client reads."""
     monkeypatch.setattr(http_response, "WRITE_TIMEOUT_S", 0.1)
     caplog.set_level("INFO")
-    body = json.dumps({"prompt": "a" * 50, "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
 
     async def use(connect, app, engine):
-        engine.delay = 0.01
-        reader, writer = await connect()
-        writer.write(head("Content-Type: application/json", f"Content-Length: {len(body)}") + body)
-        await asyncio.wait_for(reader.readuntil(b"data: "), WAIT_S)
+        writer = await streaming(connect, engine)
         connections[0].pause_writing()
         await until(lambda: not connections[0].connections)
         await until(lambda: not connections[0].tasks)
-        aborts = app.state.pequod.metrics.aborts
-        assert {cause for cause, counter in aborts.items() if counter._value.get()} == {"slow_reader"}
+        assert causes(app) == {"slow_reader"}
         writer.close()
 
     sockets(use)
