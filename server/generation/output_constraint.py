@@ -13,7 +13,7 @@ from ..grammar.tool_calls import call_grammar
 from ..http.admission import Caller
 from ..http.errors import invalid
 from ..loading import LoadedModel
-from ..parsers.formats import Formats, delimiters, ends_reasoning, reasoning_opened
+from ..parsers.formats import Formats, delimiters, ends_reasoning, reasoning_closed, reasoning_opened
 from ..parsers.parts import MessageParser
 from ..parsers.select import message_parser
 from .output import Json, Prompt
@@ -35,7 +35,13 @@ class Shape(NamedTuple):
     def parser(self) -> MessageParser:
         """Return a parser for one completion."""
         tools = {tool.name: tool.parameters for tool in self.calling.tools} if self.calling else {}
-        return message_parser(self.formats, tools=tools, opened=self.is_opened, new_id=new_call_id)
+        return message_parser(
+            self.formats,
+            tools=tools,
+            opened=self.is_opened,
+            new_id=new_call_id,
+            closes_reasoning=self.grammar is not None,
+        )
 
 
 async def output_shape(
@@ -64,7 +70,8 @@ async def output_shape(
         # Such a text has no reasoning, unless the grammar itself ends the block that the prompt has opened.
         return Shape(formats, grammar, opened and (ends_reasoning(formats) or "") in grammar.text, calling)
     is_constrained = grammar is not None or (calling is not None and calling.is_required)
-    budget = thinking_budget(model, request.limit, conversation, prompt, is_constrained=is_constrained)
+    is_off = conversation.thinks is False or reasoning_closed(formats, prompt_tail)
+    budget = thinking_budget(model, request.limit, conversation, prompt, is_constrained=is_constrained, is_off=is_off)
     is_shaped = calling is not None and calling.is_enforced
     is_mixed = grammar is not None and (calling is not None or formats.reasoning is not None)
     if not is_shaped and not is_mixed and budget is None:
@@ -98,12 +105,13 @@ def thinking_budget(
     prompt: Prompt,
     *,
     is_constrained: bool,
+    is_off: bool,
 ) -> tuple[str, int] | None:
     """Return the field that limits the reasoning, and the limit in tokens; None: no limit. Raises 400.
 
     `is_constrained`: the content must be a call or follow a schema, so that reasoning must not use up all tokens. By
-    default it may use half of those that the request allows or the context has left, and none if the request has
-    disabled thinking.
+    default it may use half of those that the request allows or the context has left. `is_off`: the request or the chat
+    template has turned it off, so that there is none.
     """
     if model.formats.reasoning is None:
         return None
@@ -111,7 +119,7 @@ def thinking_budget(
     (field, limit), budget = limited, conversation.thinking_budget
     left = max(0, model.info.max_len - len(prompt.ids))
     most = left if limit is None or limit == UNLIMITED else min(limit, left)
-    if is_constrained and can_end and conversation.thinks is False:
+    if is_constrained and can_end and is_off:
         return field, 0
     if budget is None and is_constrained and can_end:
         return field, most // 2

@@ -15,7 +15,8 @@ from ..parsers.formats import CALL_DELIMITERS, DEEPSEEK, Formats
 from ..parsers.gemma import PREFIX
 from ..parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from ..parsers.parts import Schema
-from ..parsers.qwen_coder import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, VALUE_ENDS, types
+from ..parsers.qwen_coder import END_FUNCTION, END_PARAMETER, FUNCTION, MAX_STEPS, PARAMETER, VALUE_ENDS, types
+from ..parsers.references import referred
 from .gemma import Inexpressible, Writer
 from .rules import Lark, quoted
 from .schemas import walk
@@ -32,6 +33,9 @@ UNTAGGED = r"/(?s:.*)/ & ~/(?s:.*\n(<parameter=|<\/function>).*)/"
 ANY_VALUE = r"""/(?s:[^\[{"].*|([\[{]|"([^"\\]|\\.)*")([^"]|"([^"\\]|\\.)*")*)?/"""
 # Keywords of an object whose properties can be written one by one.
 ONE_BY_ONE = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
+DEFINITIONS = "#/$defs/", "#/definitions/"
+TEXTUAL = ["string", "null"]  # the types of values that are written as they are
+LISTED = [{"type"}, {"enum"}, {"type", "enum"}, {"const"}, {"type", "const"}]  # keywords of which one lists the texts
 
 
 class Forced(NamedTuple):
@@ -245,12 +249,58 @@ def _object(lark: Lark, tools: Mapping[str, Schema], key: str = "arguments") -> 
 
 def _tagged(lark: Lark, schema: Any, shared: Schema) -> str:
     """Return a rule for one value and the tag that closes it; strings have no quotes."""
-    if "string" not in types({"properties": {"": schema}, **shared}, ""):
+    texts = _texts(schema, shared)
+    if texts is None:
         return f"{lark.schema({**shared, **schema})} {quoted(LINE + END_PARAMETER)}"
-    if "enum" in schema:
-        return f"({' | '.join(quoted(f'{text}{LINE}{END_PARAMETER}') for text in schema['enum'])})"
-    lark.rules["STRING"] = UNTAGGED
-    return lark.until(END_PARAMETER, "STRING")
+    if not texts:
+        lark.rules["STRING"] = UNTAGGED
+        return lark.until(END_PARAMETER, "STRING")
+    return f"({' | '.join(quoted(f'{text}{LINE}{END_PARAMETER}') for text in texts)})"
+
+
+def _texts(schema: Any, shared: Schema) -> list[str] | None:
+    """Return the texts that a value without quotes may be; empty: any text. None: it is no string, but JSON.
+
+    Raises Inexpressible for strings that must follow a schema which texts between tags cannot follow.
+    """
+    if "string" not in types({"properties": {"": schema}, **shared}, ""):
+        return None
+    texts: list[str] = []
+    is_any = False
+    for node in _alternatives(schema, shared):
+        kind = node.get("type", TEXTUAL)
+        kinds = kind if isinstance(kind, list) else [kind]
+        if any(each not in TEXTUAL for each in kinds) or node.keys() not in LISTED:
+            raise Inexpressible
+        is_any |= "string" in kinds and node.keys() == {"type"}
+        for value in node.get("enum", [node.get("const")]):
+            text = "null" if value is None else value
+            if not isinstance(text, str) or any(end in text for end in VALUE_ENDS):
+                raise Inexpressible
+            if ("null" if value is None else "string") in kinds:
+                texts.append(text)
+    if not texts and not is_any:
+        raise Inexpressible
+    return [] if is_any else list(dict.fromkeys(texts))
+
+
+def _alternatives(schema: Any, shared: Schema) -> list[Schema]:
+    """Return the schemas of which a value must follow one. Raises Inexpressible if they cannot be listed."""
+    found: list[Schema] = []
+    todo = [schema]
+    for _ in range(MAX_STEPS):
+        if not todo:
+            return found
+        node = todo.pop()
+        if not isinstance(node, dict):
+            raise Inexpressible
+        if node.keys() == {"anyOf"}:
+            todo += reversed(node["anyOf"])
+        elif node.keys() == {"$ref"}:
+            todo.append(referred(shared, node["$ref"]))
+        else:
+            found.append(node)
+    raise Inexpressible
 
 
 def _is_open(schema: Schema) -> bool:
@@ -266,23 +316,14 @@ def _any_parameters(lark: Lark) -> str:
 
 
 def _can_be_tagged(schema: Schema) -> bool:
-    """Return whether arguments can be written one by one, with strings that need no schema inside the tags."""
+    """Return whether arguments can be written one by one."""
     schema = arguments(schema)
     properties = schema.get("properties", {})
     if not (schema.keys() <= ONE_BY_ONE and {*schema.get("required", ())} <= {*properties}):
         return False
     if _is_open(schema) and schema.get("additionalProperties", True) not in (True, {}):
         return False
-    if any(">" in name or "\n" in name or not isinstance(inner, dict) for name, inner in properties.items()):
+    references = [node["$ref"] for _, node, _ in walk(schema) if isinstance(node.get("$ref"), str)]
+    if not all(each.startswith(DEFINITIONS) for each in references):  # each value has a schema of its own
         return False
-    strings = [inner for name, inner in properties.items() if "string" in types(schema, name)]
-    return all(inner.keys() <= {"type"} or _are_texts(inner) for inner in strings)
-
-
-def _are_texts(schema: Schema) -> bool:
-    values = schema.get("enum")
-    return (
-        schema.keys() <= {"type", "enum"}
-        and isinstance(values, list)
-        and all(isinstance(value, str) and not any(end in value for end in VALUE_ENDS) for value in values)
-    )
+    return all(">" not in name and "\n" not in name and isinstance(inner, dict) for name, inner in properties.items())

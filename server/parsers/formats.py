@@ -85,6 +85,11 @@ def reasoning_opened(formats: Formats, prompt_tail: str) -> bool:
     return formats.reasoning is not None and prompt_tail.rstrip().endswith(BLOCKS[formats.reasoning].opens)
 
 
+def reasoning_closed(formats: Formats, prompt_tail: str) -> bool:
+    """Return whether a prompt ends with a closed block of reasoning, so that the model does not reason."""
+    return formats.reasoning is not None and prompt_tail.rstrip().endswith(BLOCKS[formats.reasoning].closes)
+
+
 def ends_reasoning(formats: Formats) -> str | None:
     """Return the delimiter that closes a block of reasoning."""
     return BLOCKS[formats.reasoning].closes if formats.reasoning else None

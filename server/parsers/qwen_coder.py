@@ -23,6 +23,7 @@ VALUE_ENDS = (END_PARAMETER, f"\n{PARAMETER}", f"\n{END_FUNCTION}")
 MAX_TAG = 256  # characters: names of functions have at most 64, of parameters seldom 32
 MAX_STEPS = 64  # schemas that are visited to find a parameter's types
 LITERALS = {"True": "true", "False": "false", "None": "null"}  # Python's, which models write too
+NULLS = {"null", "None"}
 MAX_LITERAL = 1 << 14  # characters of a list or dict of Python's, each of which takes its parser 500 bytes and 1 μs
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
@@ -32,6 +33,7 @@ class Coder(Scanner):
 
     opens = (CALL_DELIMITERS["qwen3_coder"][0], FUNCTION)
     closes = (END_FUNCTION, CALL_DELIMITERS["qwen3_coder"][1])
+    unclosed = opens[:1]  # Qwen3.5 sometimes calls before it has closed its reasoning
 
     def call(self, delimiter: str, char: str) -> Script[str]:
         if delimiter != FUNCTION:
@@ -172,7 +174,7 @@ def types(schema: Schema, name: str) -> frozenset[str]:
 
 def as_json(text: str, types: frozenset[str]) -> str:
     """Return a value as JSON: a string (or null) if the types allow one, else the JSON it parses as, else a string."""
-    if "string" in types and not (text == "null" and "null" in types):
+    if "string" in types and not (text in NULLS and "null" in types):
         return _quoted(text)
     bare = text.strip()
     bare = LITERALS.get(bare, bare)

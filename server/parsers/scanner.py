@@ -63,11 +63,20 @@ class Scanner:
     opens: tuple[str, ...] = ()  # delimiters that begin a call
     closes: tuple[str, ...] = ()  # delimiters that are dropped after a call
     bare: frozenset[str] = NOTHING  # characters that may begin a call at the start of the content
+    unclosed: tuple[str, ...] = ()  # delimiters that begin a call inside reasoning, too, which the call then ends
 
     def __init__(
-        self, tools: Mapping[str, Schema], block: Block | None, *, opened: bool, new_id: Callable[[], str]
+        self,
+        tools: Mapping[str, Schema],
+        block: Block | None,
+        *,
+        opened: bool,
+        new_id: Callable[[], str],
+        closes_reasoning: bool = False,
     ) -> None:
         self.is_reasoning = opened and block is not None
+        if closes_reasoning:
+            self.unclosed = ()
         self.tools = tools
         self._block = block  # None: no reasoning, or it has ended
         self.content = self.next_content(NOTHING)
@@ -124,15 +133,35 @@ class Scanner:
     def reasoning(self, char: str) -> Script[str]:
         """Read the inside of a block of reasoning and the delimiter that closes it."""
         assert self._block is not None
-        trimmed = Trimmer(lambda text: self.emit(Reasoning, text), LINE_ENDS, LINE_ENDS)
-        delimiter = yield from self.until((self._block.closes,), char, trimmed)
+        closes = self._block.closes
+        self.content = Trimmer(lambda text: self.emit(Reasoning, text), LINE_ENDS, LINE_ENDS)
+        withheld = ""
+        while True:
+            delimiter = yield from self.until((closes, *self.unclosed), char, self.content, withheld)
+            if delimiter in (END, closes):
+                break
+            self.record(delimiter, char := (yield))
+            char = yield from self.call(delimiter, char)
+            is_call = self._block is None
+            withheld = "" if is_call or char == END else self._begun(closes)
+            self.no_call(char, but=len(withheld))
+            if is_call:
+                return char
         if delimiter == END:
-            trimmed.flush()
+            self.content.flush()
             return END
-        self._block = None
-        self.is_reasoning = False
+        self._end_reasoning()
         self.content = self.next_content(LINE_ENDS)
         return (yield)
+
+    def _end_reasoning(self) -> None:
+        self._block = None
+        self.is_reasoning = False
+
+    def _begun(self, delimiter: str) -> str:
+        """Return the beginning of a delimiter with which the record ends, before the character to be read next."""
+        record = "".join((self._record or [])[:-1])
+        return next((delimiter[:n] for n in range(len(delimiter) - 1, 0, -1) if record.endswith(delimiter[:n])), "")
 
     def emit(self, kind: type[Content] | type[Reasoning], text: str) -> None:
         self._parts.append(kind(text))
@@ -141,6 +170,9 @@ class Scanner:
         """Begin a call; return a function that emits more of its arguments."""
         index = self.num_calls
         self.num_calls += 1
+        if self.is_reasoning and self._block is not None:
+            self.closes = (*self.closes, self._block.closes)  # which the model may still write after the call
+            self._end_reasoning()
         self._closing = self.closes
         self._record = None
         self.content = self.next_content(WHITE)
@@ -156,13 +188,13 @@ class Scanner:
         """Start to record what may turn out to be content, beginning with `text` and the character."""
         self._record = [*text, *char]
 
-    def no_call(self, char: str) -> None:
-        """Emit what is still recorded as content, except for the character to be read next."""
+    def no_call(self, char: str, but: int = 0) -> None:
+        """Emit what is still recorded as content, except for the last `but` characters and the one to be read next."""
         record, self._record = self._record or [], None
         is_cut = char == END and self._cut_before is not None
         if is_cut and (self.num_calls or self.may_be_call(f"{''.join(record)}{self._cut_before}")):
             return
-        self.content.add(record[:-1] if char != END else record)
+        self.content.add(record[: len(record) - len(char) - but])
 
     def may_be_call(self, text: str) -> bool:
         """Return whether recorded text, with what follows the cut, is the beginning of a call. A delimiter is one."""
@@ -172,13 +204,12 @@ class Scanner:
         """Discard what was recorded: it was the syntax of a call."""
         self._record = None
 
-    def until(self, delimiters: tuple[str, ...], char: str, into: Trimmer) -> Script[str]:
+    def until(self, delimiters: tuple[str, ...], char: str, into: Trimmer, withheld: str = "") -> Script[str]:
         """Read text up to the first of these delimiters, and no further; return the delimiter, END if there is none.
 
-        No delimiter may contain another one.
+        No delimiter may contain another one. `withheld`: text before the character that may begin a delimiter.
         """
         firsts = frozenset(delimiter[0] for delimiter in delimiters)
-        withheld = ""
         while char != END:
             if not withheld and char not in firsts:
                 into.add(char)

@@ -28,12 +28,18 @@ SCANNERS: dict[str, type[Scanner]] = {
 
 
 def message_parser(
-    formats: Formats, *, tools: Mapping[str, Schema], opened: bool, new_id: Callable[[], str]
+    formats: Formats,
+    *,
+    tools: Mapping[str, Schema],
+    opened: bool,
+    new_id: Callable[[], str],
+    closes_reasoning: bool = False,
 ) -> MessageParser:
     """Return a parser of one choice's text, in which the tokens of `delimiters(formats)` must be visible.
 
     `tools`: the functions that may be called, with the schemas of their arguments; if there are none, the delimiters
     of calls are text. `opened`: the prompt ends inside of a block of reasoning. `new_id` makes the ids of calls.
+    `closes_reasoning`: a grammar ensures that calls come after the reasoning.
     """
     if "gpt_oss" in formats:  # calls and reasoning have the same delimiters
         return Harmony(tools, BLOCKS["gpt_oss"], opened=opened, new_id=new_id)
@@ -41,4 +47,4 @@ def message_parser(
     scanner = SCANNERS[formats.tools] if formats.tools and tools else Scanner
     if scanner is Scanner and block is None:
         return Plain()
-    return scanner(tools, block, opened=opened, new_id=new_id)
+    return scanner(tools, block, opened=opened, new_id=new_id, closes_reasoning=closes_reasoning)

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 from jinja2 import nodes
+from pydantic_core import from_json
 
 from ..parsers.formats import BLOCKS
 from ..parsers.harmony import CHANNEL, MESSAGE, START
@@ -27,6 +28,7 @@ class Demands:
             "description" in (attribute_of(added.left), attribute_of(added.right)) for added in tree.find_all(nodes.Add)
         )
         self._one_text = BLOCKS["gpt_oss"].opens in source and any(map(_refuses_two_texts, tree.find_all(nodes.If)))
+        self._objects = _iterates_arguments(tree)
 
     def tools(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the tools, each with a description if the template adds that to other text."""
@@ -38,6 +40,8 @@ class Demands:
             messages = _one_call_each(messages)
         if self._short_ids:
             messages = [_with_short_ids(message) for message in messages]
+        if self._objects:
+            messages = [_with_objects(message) for message in messages]
         return [_with_one_text(message) for message in messages] if self._one_text else messages
 
 
@@ -67,6 +71,18 @@ def _compares_id(compare: nodes.Compare) -> bool:
         and attribute_of(measured.node) in ("id", "tool_call_id")
         and any(isinstance(each.expr, nodes.Const) and each.expr.value == ID_LENGTH for each in compare.ops)
     )
+
+
+def _iterates_arguments(tree: nodes.Template) -> bool:
+    """Return whether a template writes a call's arguments one by one: `x.arguments|items` or `x.arguments.items()`."""
+    items = [each.node for each in tree.find_all(nodes.Filter) if each.name == "items"]
+    items += [each.node for each in tree.find_all(nodes.Getattr) if each.attr == "items"]
+    names = {
+        each.target.name
+        for each in tree.find_all(nodes.Assign)
+        if isinstance(each.target, nodes.Name) and attribute_of(each.node) == "arguments"
+    }
+    return any(attribute_of(each) == "arguments" or getattr(each, "name", None) in names for each in items)
 
 
 def _refuses_two_texts(condition: nodes.If) -> bool:
@@ -125,6 +141,27 @@ def _short(call_id: Any) -> Any:
     if not isinstance(call_id, str) or (len(call_id) == ID_LENGTH and call_id.isascii() and call_id.isalnum()):
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:ID_LENGTH]
+
+
+def _with_objects(message: Message) -> Message:
+    """Replace arguments that are text, as those of a truncated call: the template writes them one by one."""
+    if "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        written = from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        written = None
+    return {
+        **call,
+        "function": {**function, "arguments": written if isinstance(written, dict) else {"arguments": text}},
+    }
 
 
 def _with_one_text(message: Message) -> Message:

@@ -211,7 +211,16 @@ FIRST = {
     [
         {"type": "object", "properties": {"a": {"type": "string", "pattern": "^x"}}},
         {"type": "object", "properties": {"a": {"type": "string", "enum": ["</parameter>"]}}},
-        {"type": "object", "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}},
+        {"type": "object", "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}},
+        {"type": "object", "properties": {"a": {"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}}},
+        {"type": "object", "properties": {"a": {"enum": ["x", 1]}}},
+        {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/a"}},
+            "$defs": {"a": {"type": "string", "format": "date"}},
+        },
+        {"type": "object", "properties": {"a": {"type": "array", "items": {"$ref": "#"}}}},
+        {"type": "object", "properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}},
         {"type": "object", "properties": {"a>b": {"type": "integer"}}},
         {"type": "object", "properties": {}, "required": ["a"]},
         {"type": "object", "properties": {"a": {}}, "minProperties": 1},
@@ -224,6 +233,40 @@ def test_arguments_that_tags_cannot_express_are_written_as_json(small, schema):
         Formats("qwen3_coder", "think"), {"f": schema}, required=True, parallel=True, opened=False, special={}
     )
     assert made.formats == Formats("json", "think")
+
+
+RIG = {"enum": ["bark", "brig"], "type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"type": "string"}, {"null": "null", "5": "5", "a\n\nb ": "a\n\nb "}, []),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"null": None, "5": "5", "a\nb": "a\nb"}, []),
+        ({"type": ["string", "null"]}, {"null": None, "a": "a"}, []),
+        ({"$ref": "#/$defs/rig"}, {"bark": "bark"}, ["null", "ship", '"bark"']),
+        ({"anyOf": [{"$ref": "#/$defs/rig"}, {"type": "null"}]}, {"brig": "brig", "null": None}, ["ship"]),
+        ({"type": ["string", "null"], "enum": ["bark", None]}, {"bark": "bark", "null": None}, ["brig"]),
+        ({"type": "string", "enum": ["bark", None]}, {"bark": "bark"}, ["null"]),
+        ({"const": "bark", "type": "string"}, {"bark": "bark"}, ["null", "brig"]),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"5": 5, "null": None}, ["five"]),
+        ({"type": "boolean"}, {"true": True}, ["True", "5"]),
+        ({"type": "object", "required": ["b"], "properties": {"b": {}}}, {'{"b": "x"}': {"b": "x"}}, ["x", "{}"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/rig"}}, {'["bark"]': ["bark"]}, ['["ship"]']),
+    ],
+)
+def test_values_between_tags_follow_their_schema(small, schema, allowed, refused):
+    tools = {"f": {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"rig": RIG}}}
+    formats = Formats("qwen3_coder", "think")
+    made = call_grammar(formats, tools, required=True, parallel=False, opened=True, special=small.special)
+    assert made.formats == formats
+    for value in (*allowed, *refused):
+        call = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        text = f"hm\n</think>\n\n{call}"
+        assert small.allows(made.text, text) == (value in allowed), value
+        if value in allowed:
+            [parsed] = read(formats, text, opened=True, tools=tools).calls
+            assert json.loads(parsed.arguments) == {"a": allowed[value]}
 
 
 @pytest.mark.parametrize(

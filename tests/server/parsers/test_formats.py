@@ -13,6 +13,7 @@ from server.parsers.formats import (
     delimiters,
     detect,
     ends_reasoning,
+    reasoning_closed,
     reasoning_opened,
 )
 from server.tokenization.chat_template import ChatTemplates
@@ -119,8 +120,10 @@ def test_prompt_can_end_inside_reasoning(reasoning):
     assert reasoning_opened(formats, f"assistant\n{opens}\n")
     assert reasoning_opened(formats, opens)
     assert not reasoning_opened(formats, f"{opens}\n\n{closes}\n\n")
+    assert reasoning_closed(formats, f"{opens}\n\n{closes}\n\n")
+    assert not reasoning_closed(formats, f"{opens}\n\n{closes}\n\nso") and not reasoning_closed(formats, opens)
     assert not reasoning_opened(formats, f"{opens} is how it begins")
-    assert not reasoning_opened(Formats(None, None), opens)
+    assert not reasoning_opened(Formats(None, None), opens) and not reasoning_closed(Formats(None, None), closes)
 
 
 def test_models_that_do_not_reason_have_no_closing_delimiter():

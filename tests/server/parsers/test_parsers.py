@@ -540,6 +540,7 @@ def test_malformed_calls_are_parsed_as_far_as_possible(tools, text, content, mad
         ("at", "(1, 2)", "(1, 2)"),
         ("masts", "['x']", "['x']"),
         ("note", "null", None),
+        ("note", "None", None),
         ("note", "5", "5"),
         ("anything", "5", 5),
         ("anything", "five", "five"),
@@ -564,6 +565,50 @@ def test_text_that_ends_in_a_repeated_value_leaves_the_call_open():
     text = "<function=find_ship><parameter=masts>3</parameter><parameter=masts>4"
     [call] = read(Formats("qwen3_coder"), text).calls
     assert call.arguments == '{"masts": 3'
+
+
+CODED = "<tool_call>\n<function=find_ship>\n<parameter=masts>\n3\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "made"),
+    [
+        (f"hm\n{CODED}", "hm", "", ONE),
+        (f"hm\n{CODED}\n{CODED}", "hm", "", ONE * 2),
+        (f"hm\n{CODED}\n</think>\n\nso", "hm", "so", ONE),
+        (f"hm\n{CODED}\n</think>\n\n{CODED}", "hm", "", ONE * 2),
+        (f"hm <tool_call> hm\n</think>\n\n{CODED}", "hm <tool_call> hm", "", ONE),
+        (f"hm <tool_call>\n{CODED}", "hm <tool_call>", "", ONE),
+        ("<tool_call></think>so", "<tool_call>", "so", []),
+        ("<tool_call>\n<</think>so", "<tool_call>\n<", "so", []),
+        ("<tool_call>\n<function=sink></think>so", "<tool_call>\n<function=sink>", "so", []),
+        ("<function=find_ship>\n</function></think>so", "<function=find_ship>\n</function>", "so", []),
+        ("hm <tool_call>\n<", "hm <tool_call>\n<", "", []),
+    ],
+)
+@pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
+def test_a_call_of_qwen_ends_the_reasoning(text, reasoning, content, made, opened):
+    formats = Formats("qwen3_coder", "think")
+    text = text if opened else f"<think>\n{text}"
+    got = read(formats, text, opened=opened)
+    assert got == read(formats, *text, opened=opened)
+    assert (got.reasoning, got.content, calls(got)) == (reasoning, content, made)
+
+
+@pytest.mark.parametrize("end", range(len("hm\n<tool_call>\n<function=find_ship")))
+def test_a_call_that_is_cut_off_is_no_reasoning(end):
+    reader = parser(Formats("qwen3_coder", "think"), opened=True)
+    text = f"hm\n{CODED}"[:end]
+    got = join([*reader.feed(text), *reader.finish(cut_before="")])
+    assert (got.content, got.calls) == ("", ()) and got.reasoning.strip() == text[:2] and reader.is_reasoning
+
+
+def test_where_a_grammar_closes_the_reasoning_it_has_no_calls():
+    reader = message_parser(
+        Formats("qwen3_coder", "think"), tools=TOOLS, opened=True, new_id=lambda: "call", closes_reasoning=True
+    )
+    got = join([*reader.feed(f"hm\n{CODED}\n</think>\n\n{CODED}"), *reader.finish()])
+    assert (got.reasoning, got.content, calls(got)) == (f"hm\n{CODED}", "", ONE)
 
 
 @pytest.mark.parametrize(
@@ -627,7 +672,7 @@ def steps(formats: Formats, text: str) -> int:
 )
 def test_time_is_linear_in_the_length_of_the_text(formats, unit):
     call = write(formats, "", "", [("find_ship", {"name": ""})])[:-20]
-    for before in ("", call):
+    for before in ("", call, BLOCKS[formats.reasoning].opens):
         once, twice = (steps(formats, before + unit * (times * (700 // len(unit)))) for times in (1, 2))
         assert twice <= 2.3 * once + 500  # the first characters cost more or less than those that follow
 

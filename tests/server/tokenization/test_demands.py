@@ -67,6 +67,20 @@ GPT_OSS = """
     {%- endif %}
 {%- endfor %}
 """
+# As in Qwen3.5 and GLM-4.5, each without what it writes around a call.
+QWEN = """
+{%- for message in messages %}
+    {%- for tool_call in message.tool_calls or [] %}
+        {%- for name, value in tool_call.function.arguments|items %}
+            {{- name ~ "=" ~ (value|tojson) ~ ";" }}
+        {%- endfor %}
+    {%- endfor %}
+{%- endfor %}
+"""
+GLM = QWEN.replace(
+    "{%- for name, value in tool_call.function.arguments|items %}",
+    "{%- set given = tool_call.function.arguments %}{%- for name, value in given.items() %}",
+)
 
 
 def render(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
@@ -119,6 +133,26 @@ def test_gpt_oss_gets_reasoning_preamble_and_call_as_it_wrote_them() -> None:
     )
     assert render(GPT_OSS, turn(("1", "f"), results=[], reasoning="Hm.")).startswith(f"{analysis}Hm.<|end|>")
     assert render(GPT_OSS, turn(("1", "f"), results=[], content="So.")).startswith(f"{analysis}So.<|end|>")
+
+
+@pytest.mark.parametrize("template", [QWEN, GLM], ids=["filter", "method"])
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ('{"a": "x", "b": [1]}', 'a="x";b=[1];'),
+        ('{"a": "x", "b": [1, {"c": "so f', 'a="x";b=[1, {"c": "so f"}];'),
+        ('{"a": "x", "b', 'a="x";'),
+        ("", ""),
+        ("a whale", 'arguments="a whale";'),
+        ("[1]", 'arguments="[1]";'),
+    ],
+)
+def test_truncated_arguments_are_an_object_where_the_template_writes_them_one_by_one(
+    template: str, arguments: str, written: str
+) -> None:
+    messages = turn(("1", "f"), results=[("1", "failed")])
+    messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
+    assert render(template, messages) == written
 
 
 def test_a_description_is_added_where_the_template_needs_one() -> None:
