@@ -119,12 +119,13 @@ RUNNABLE = $(if $(shell command -v npm),$(SUITES),$(filter-out openresponses,$(S
 conformance: install $(RUNNABLE:%=$(CONFORMANCE)-%/.installed)
 	@$(BIN)/python -m tests.conformance $(SUITES:%=--suite %) $(ARGS)
 
-## make sim          the scheduler alone, also with windows, then the whole server under faults, each for 200,000 steps
+## make sim          the scheduler alone, also with windows or states, then the whole server under faults, each for 200,000 steps
 ##                   one by one and 200,000 launched ahead; ARGS="--steps 2000000"
 sim: dev
 	@for depth in 0 1; do \
 	    $(BIN)/python -m tests.simulation.scheduler --steps 200000 --seed 1 --depth $$depth $(ARGS) && \
 	    $(BIN)/python -m tests.simulation.scheduler --steps 200000 --seed 1 --depth $$depth --windows $(ARGS) && \
+	    $(BIN)/python -m tests.simulation.scheduler --steps 200000 --seed 1 --depth $$depth --states $(ARGS) && \
 	    $(BIN)/python -m tests.simulation --steps 200000 --seed 1 --depth $$depth $(ARGS) || exit 1; \
 	done
 
@@ -160,7 +161,8 @@ asan: dev
 	  $(BIN)/python -m pytest tests/engine/test_kernels.py tests/engine/test_kernels_small.py \
 	    tests/engine/test_kernels_quantized.py tests/engine/test_kernels_packing.py tests/engine/test_cpu_attention.py \
 	    tests/engine/test_threads.py tests/engine/test_amx.py tests/engine/test_experts.py \
-	    tests/engine/test_kernels_blocks.py tests/engine/test_lossless.py tests/engine/test_logits.py'
+	    tests/engine/test_kernels_blocks.py tests/engine/test_lossless.py tests/engine/test_logits.py \
+	    tests/engine/test_delta_kernel.py'
 
 ## make test-gpu     the tests that need a CUDA device, eight at a time, since most of their time is a compiler's; ARGS="-k qwen3"
 test-gpu: dev

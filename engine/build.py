@@ -122,7 +122,8 @@ async def assemble(
         loading.result()  # raises if it has failed
     grammars = asyncio.to_thread(_load_grammars, config, described.spec.vocab_size)
     (runner, info, resolved), loaded_grammars = await asyncio.gather(loading, grammars)
-    scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size, groups=info.groups)
+    has_states = bool(described.spec.mixers)
+    scheduler = Scheduler(resolved, info.num_blocks, info.vocab_size, groups=info.groups, has_states=has_states)
     thread = await step_thread(described.device, model_thread)
     return EngineLoop(scheduler, runner, outbox, thread, loaded_grammars, when_idle=_when_idle(runner, info)), info
 
@@ -242,6 +243,7 @@ def load(described: Described, progress: models.Progress = lambda share: None, *
         resolved = replace(
             plan.config,
             num_blocks=plan.num_blocks,
+            num_snapshots=plan.config.num_snapshots,
             revision=described.folder.revision or config.revision,
             device=str(device),
             dtype=str(spec.dtype).removeprefix("torch."),
@@ -338,11 +340,12 @@ def _plan(described: Described, *, again: bool) -> tuple[Machine, memory.Plan]:
 def _with_more_seqs(described: Described, machine: Machine, plan: memory.Plan, limits: Roofline) -> memory.Plan:
     """Return the plan for as many sequences per step as a CPU computes in twice the time of one, a power of two.
 
-    The plan remains as it is if that number is lower, or if there is not the memory for it.
+    The plan remains as it is if that number is lower, if there is not the memory for it, or if each sequence has
+    states, which take much.
     """
     config, rows = described.config, limits.rows(SLOWDOWN)
     seqs = min(1 << rows.bit_length() - 1, MAX_SEQS, config.max_batched_tokens or MAX_SEQS)
-    if seqs <= (plan.config.max_seqs or 0):
+    if seqs <= (plan.config.max_seqs or 0) or described.spec.state_bytes:
         return plan
     try:
         more = dataclasses.replace(described, config=replace(config, max_seqs=seqs)).arrange(machine)

@@ -19,7 +19,7 @@ from .attention.gpu_plan import FEW_ROWS
 from .attention.paged_gpu import PagedGPU, is_interpreted, limitation
 from .config import EngineConfig
 from .kernels.launching import META, Compiling, Job
-from .models import ModelSpec, gpu_experts, invariance, on_gpu, skinny
+from .models import ModelSpec, gpu_delta, gpu_experts, invariance, on_gpu, skinny
 from .models.decoder_layer import Layer
 from .models.experts import Experts
 from .models.family import BEFORE
@@ -48,7 +48,7 @@ def jobs(spec: ModelSpec, config: EngineConfig, device: torch.device) -> dict[st
     are_ours = spec.decoder is not None and on_gpu.objection(spec, device, None) is None
     return {
         "attention": list(_attention(spec, config)),
-        "layers": list(_layers(spec, config)) if are_ours else [],
+        "layers": [*_linear(spec), *(_layers(spec, config) if are_ours else ())],
         "logits": list(_logits(spec.vocab_size)),
     }
 
@@ -79,6 +79,11 @@ def _attend(
         for shape in ((heads, dim), (kv_heads, dim), (kv_heads, v_dim))
     )
     backend.attend(cache, q, k, v, plan)
+
+
+def _linear(spec: ModelSpec) -> Iterator[Job]:
+    for shape in dict.fromkeys(spec.linear):
+        yield from gpu_delta.jobs(shape, spec.dtype)
 
 
 def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:

@@ -50,6 +50,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     block_size: int = 16
     num_blocks: int | None = None  # None: what fits into memory
+    num_snapshots: int | None = None  # of states, for cached prefixes, see snapshots.py; None: what fits into memory
     kv_cache_memory: int | None = None  # bytes, on CPU; None: a share of RAM
     gpu_memory_utilization: float = 0.9
     threads: int | None = None  # of torch on CPU; None: torch's choice
@@ -92,6 +93,7 @@ def check(config: EngineConfig) -> EngineConfig:
         "a step must be able to compute at least 1 token",
     )
     need(config.num_blocks is None or config.num_blocks >= 1, "the pool needs at least 1 block")
+    need(config.num_snapshots is None or config.num_snapshots >= 0, "the number of snapshots must not be negative")
     need(0 < config.gpu_memory_utilization <= 1, "GPU memory utilization must be above 0 and at most 1")
     if config.max_seqs is not None and config.max_batched_tokens is not None:
         need(

@@ -16,6 +16,7 @@ from . import graph_sizes
 from .cache_groups import CacheGroups
 from .config import EngineConfig, resolve
 from .machine_memory import Machine
+from .state_memory import num_states, with_snapshots
 from .types import ConfigError, MemoryShort
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Plan:
     graph_bytes: int  # reserved for CUDA graphs
     kv_bytes_per_token: int  # in all layers
     num_blocks: int
+    states_bytes: int  # of layers of linear attention, with snapshots
     notes: tuple[str, ...]
     groups: CacheGroups
 
@@ -122,7 +124,7 @@ def graph_reserve(spec: ModelSpec, config: EngineConfig, backend: type[Attention
     decoder = spec.decoder
     if config.device == "cpu" or config.enforce_eager or not backend.capturable:
         return GraphReserve()
-    if decoder is None:  # its layers are not captured
+    if decoder is None or decoder.has_states:  # its layers are not captured
         return GraphReserve()
     sizes = graph_sizes.of(spec, config)
     of_layer = LAYER_LAUNCHES + NORM_LAUNCHES * (decoder.qk_norm == "all")
@@ -160,6 +162,9 @@ def _token_bytes(spec: ModelSpec) -> int:
     token = size * (4 * hidden + 2 * queries + widest.numbers + 3 * inner + own) + 4 * hidden
     if decoder is not None and (experts := decoder.experts) is not None:
         token += (experts.active + 1) * size * hidden + 8 * hidden  # results of the experts, and their sum in float32
+    if spec.mixers:  # what they read and return; and a float32 copy of what is convolved
+        mixer = spec.mixers[0]
+        token += size * (sum(mixer.rows) + mixer.seen) + 4 * mixer.channels
     return token
 
 
@@ -227,10 +232,15 @@ def _arrange(
     if graphs and spec.decoder is not None:  # they read angles of all positions, in float32
         graphs += sum(rope.head_dim for rope in spec.decoder.ropes) * config.max_len * 4
     fixed = weights + activations + graphs
+    given = block_bytes * config.num_blocks if config.num_blocks else config.kv_cache_memory or 0  # bytes of the cache
+    available = _usable(machine) if given else _budget(machine, config)
+    config, notes = with_snapshots(spec, requested, config, available - fixed - given)
+    assert config.max_len and config.max_seqs and config.max_batched_tokens
+    states = num_states(config) * spec.state_bytes
+    fixed += states
     parts = f"weights of {_gb(weights)} and {_gb(activations)} of activations"
-    if graphs:
-        parts = f"weights of {_gb(weights)}, {_gb(activations)} of activations and {_gb(graphs)} of CUDA graphs"
-    notes = []
+    if others := [f"{_gb(size)} of {what}" for size, what in ((graphs, "CUDA graphs"), (states, "states")) if size]:
+        parts = f"{', '.join([parts.replace(' and ', ', '), *others[:-1]])} and {others[-1]}"
     if requested.max_len and requested.max_len > spec.max_len:
         notes.append(
             f"max_model_len lowered from {requested.max_len} to {spec.max_len} tokens, the maximum of the model"
@@ -278,7 +288,8 @@ def _arrange(
     if held < config.max_len:
         notes.append(f"max_model_len lowered from {config.max_len} to {held} tokens, the capacity of the KV cache")
         config = structs.replace(config, max_len=held)
-    return Plan(config, budget, weights, activations, graphs, spec.kv_bytes_per_token, num_blocks, tuple(notes), groups)
+    kv_bytes = spec.kv_bytes_per_token
+    return Plan(config, budget, weights, activations, graphs, kv_bytes, num_blocks, states, tuple(notes), groups)
 
 
 def _usable(machine: Machine) -> int:

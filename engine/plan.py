@@ -47,6 +47,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
         "weights_bytes": arranged.weights_bytes,
         "activation_bytes": arranged.activation_bytes,
         "graph_bytes": arranged.graph_bytes or None,
+        "states_bytes": arranged.states_bytes or None,
         "kv_bytes_per_token": arranged.kv_bytes_per_token,
         "memory_total_bytes": machine.total,
         "memory_available_bytes": machine.available,

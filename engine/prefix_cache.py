@@ -12,7 +12,7 @@ import hashlib
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Ids
 
 from .blocks import BlockPool
@@ -39,6 +39,8 @@ def chain(parent: bytes, token_ids: Ids[int], extras: tuple[str, ...] = ()) -> b
 
 class PrefixCache:
     """Owner of all sequences' `block_ids`, `capacity`, `num_freed`, `hashes`, `num_published` and `publish_at`."""
+
+    keeps_states = False  # whether a step that failed cannot be computed again from where it began
 
     def __init__(
         self,
@@ -191,6 +193,9 @@ class PrefixCache:
         held = Counter(block for seq in seqs for block in self._held(seq))
         kept = set(hits)
         return sum(block not in kept and count == self.pool.references(block) for block, count in held.items())
+
+    def prepare(self, chosen: Mapping[Sequence, int]) -> None:
+        """Called before a step is launched, with the number of tokens of each sequence. See snapshots.py."""
 
     def publish(self, seq: Sequence) -> None:
         """Let other sequences find the blocks that are full, and free those before the windows of later tokens.

@@ -20,10 +20,10 @@ from .cache_groups import CacheGroups
 from .config import EngineConfig
 from .counters import Counters, StepReporter
 from .policy import crowd, order
-from .prefix_cache import PrefixCache
 from .refusal import refusal
 from .sequence import SCORED_TOKENS, Sequence, Status
 from .service import OUTPUT_COST, Service
+from .snapshots import cache_for
 from .step_limits import StepLimits
 from .types import EngineRequest, StepStats, TokenDelta
 from .waiting import WaitingQueue
@@ -47,18 +47,19 @@ class Scheduler:
         vocab_size: int = 1 << 31,
         clock: Callable[[], float] = time.monotonic,
         groups: CacheGroups | None = None,
+        *,
+        has_states: bool = False,
     ) -> None:
-        """`config` is resolved: max_len, max_seqs and max_batched_tokens are set. groups: of the model's layers."""
+        """`config` is resolved, so max_len, max_seqs and others are set. groups, has_states: of the model's layers."""
         assert config.max_len and config.max_seqs and config.max_batched_tokens
         self.config = config
         groups = groups or CacheGroups()
         longest = groups.longest(num_blocks, config.block_size, config.max_batched_tokens)
         self.max_len = config.max_len if longest is None else min(config.max_len, longest)
-        self.vocab_size = vocab_size
-        self.clock = clock
+        self.vocab_size, self.clock = vocab_size, clock
         self.limits = StepLimits(config.max_seqs, config.max_batched_tokens)
         self.pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(self.pool, config.prefix_caching, groups, config.max_batched_tokens)
+        self.cache = cache_for(self.pool, config, groups, has_states=has_states)
         self.service = Service()
         self.waiting = WaitingQueue(self.service, by_priority=config.policy == "priority")
         self.running: list[Sequence] = []  # in order of arrival
@@ -68,8 +69,7 @@ class Scheduler:
         self._order = order(config.policy, self._served)
         self._left: list[int] = []  # ids that the runner must forget
         self._in_flight: dict[int, list[Sequence]] = {}  # step -> the sequences of its rows
-        self._arrivals = 0
-        self._steps = 0
+        self._arrivals = self._steps = 0
         self._scored_left = 0  # tokens of scored prompts that the step may still have, see MAX_SCORED
         self._cohort: set[int] = set()  # under the policy `static`: the sequences of the batch that runs
 
@@ -326,6 +326,7 @@ class Scheduler:
         own = seqs if has_prompts else ()  # otherwise each row is the last token of an output
         prompts = [seq for seq in own if seq.start < seq.prompt_len or len(seq.tokens) - seq.start > 1]
         prompt_tokens = sum([chosen[seq] for seq in prompts])
+        self.cache.prepare(chosen)
         rows = [seq.launch(chosen[seq]) for seq in seqs]
         left, self._left = self._left, []
         self._steps += 1
@@ -383,8 +384,9 @@ class Scheduler:
         seqs = self._landed(batch.step)
         assert not self._in_flight, "a step that follows the abandoned one is in flight"
         for seq in seqs:
-            seq.start = seq.num_computed
-            seq.sampled_length = 0
+            seq.start, seq.sampled_length = seq.num_computed, 0
+            if self.cache.keeps_states and seq.status is RUNNING:  # the step may have changed its states
+                self._preempt(seq)
         if may_fit:
             self.limits.separate()
             return []

@@ -12,7 +12,7 @@ import torch
 
 from engine import EngineConfig, models
 from engine.cache_groups import CacheGroups
-from engine.models.families import MODEL_TYPES
+from engine.models.architectures import MODEL_TYPES
 
 VOCAB = 300
 MAX_LEN = 256
@@ -110,6 +110,22 @@ EYE = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "patch_size": 14,
+}
+QWEN3_5 = {
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
 }
 QWEN_EYE = {
     "depth": 1,
@@ -372,6 +388,59 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("ernie4_5", {**BASE, "head_dim": 32, "pad_token_id": None}),
     "olmoe": ("olmoe", {**BASE, **OLMOE}),
     "olmoe-normalized": ("olmoe", {**BASE, **OLMOE, "num_key_value_heads": 4, "norm_topk_prob": True}),
+    "qwen3_5_text": ("qwen3_5_text", {**BASE, **QWEN3_5}),
+    "qwen3_5_text-listed": (
+        "qwen3_5_text",
+        {
+            **BASE,
+            **QWEN3_5,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_value_heads": 2,
+            "linear_value_head_dim": 24,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            **BASE,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 32,
+            "block_ffn_dim_multiplier": 1.2,
+        },
+    ),
+    "lfm2-bias": (
+        "lfm2",
+        {
+            **BASE,
+            "full_attn_idxs": [0],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            **BASE,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
+    "qwen3_5": (
+        "qwen3_5",
+        {
+            "text_config": {**BASE, **QWEN3_5},
+            "vision_config": QWEN_EYE,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 NATIVE = [name for name, (kind, _) in MODELS.items() if kind in MODEL_TYPES]
 PARTS = (
@@ -384,6 +453,7 @@ PARTS = (
     "qwen3_vl_moe",
     "glm4v",
     "glm4v_moe",
+    "qwen3_5",
 )  # whose text part is native
 FALLBACK = [name for name in MODELS if name not in NATIVE and name not in PARTS]
 FLOAT32_ONLY = (
@@ -402,6 +472,7 @@ FLOAT32_ONLY = (
     "glm4v_moe",
     "granitemoe",
     "granitemoe-tied",
+    "lfm2_moe",
 )  # transformers' grouped products of experts refuse float64
 
 
@@ -435,7 +506,7 @@ def make(
 
 def corrections(model: Any) -> list[torch.Tensor]:
     """The buffers of a model of transformers that are weights: the biases by which routers choose, scales of layers."""
-    kinds = "e_score_correction_bias", "layer_scalar"
+    kinds = "e_score_correction_bias", "layer_scalar", "expert_bias"
     return [buffer for name, buffer in model.named_buffers() if name.endswith(kinds)]
 
 

@@ -186,7 +186,7 @@ def test_every_field_that_the_engine_names_has_a_flag():
     assert set(settings.ENGINE_SETTINGS) <= fields
     assert set(settings.ENGINE_SETTINGS.values()) <= set(settings.FIELDS)
     # What the engine alone sets: for tests, and for a restart.
-    assert fields - set(settings.ENGINE_SETTINGS) == {"debug", "products", "rope_len"}
+    assert fields - set(settings.ENGINE_SETTINGS) == {"debug", "num_snapshots", "products", "rope_len"}
     named = [(path, found) for path in files("engine") for found in settings.NAMED.finditer(path.read_text())]
     named = [(path, found[1]) for path, found in named if found[1] in fields]
     assert len(named) > 15 and {name for _, name in named} <= set(settings.ENGINE_SETTINGS)

@@ -36,7 +36,7 @@ VARIANTS = {
 }
 # Sources of every variant, and those of AMX, which has only matmuls and attention: in everything else it is the avx512
 # variant.
-KERNELS = ("attention", "blocks", "layers", "logits", "lossless", "matmul", "quantized", "rounding")
+KERNELS = ("attention", "blocks", "delta", "layers", "logits", "lossless", "matmul", "quantized", "rounding")
 AMX_KERNELS = ("attention", "lossless", "matmul", "quantized", "trial")
 BASES = {"amx": "avx512"}  # variants that lack functions, and those whose functions they then use
 EMULATED = ("amx", "avx512bf16")  # variants whose instructions can be emulated

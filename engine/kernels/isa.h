@@ -136,6 +136,12 @@ static inline float max_lane(V v) {
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
+// The sum of the lanes: the upper half is added to the lower half until one lane is left.
+static inline float sum_lanes(V v) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
 
 #elif defined(ISA_AVX512) || defined(ISA_AVX512BF16) || defined(ISA_AMX)
 
@@ -243,6 +249,13 @@ static inline void store_selected(float* p, V v, uint32_t bits) {
   _mm512_storeu_ps(p, _mm512_maskz_compress_ps((__mmask16)bits, v));
 }
 static inline float max_lane(V v) { return _mm512_reduce_max_ps(v); }
+// The sum of the lanes: the upper half is added to the lower half until one lane is left.
+static inline float sum_lanes(V v) {
+  const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
 
 #if defined(ISA_AVX512BF16)
 #define HAS_DOT 1
@@ -265,25 +278,18 @@ static inline V dot(V sum, U a, U b) { return _mm512_dpbf16_ps(sum, (__m512bh)a,
 #error "define ISA_AVX2, ISA_AVX512, ISA_AVX512BF16 or ISA_AMX"
 #endif
 
-// Transpose LANES vectors of LANES units, by repeatedly interleaving the first half of the rows with the second.
-static inline void transpose(U (&rows)[LANES]) {
+// Transpose LANES rows of N units, which N vectors hold one after the other, into N vectors of LANES units, by
+// repeatedly interleaving the first half of the vectors with the second. N is a power of two.
+template <int N>
+static inline void transpose(U (&rows)[N]) {
   _Pragma("GCC unroll 4") for (int step = 1; step < LANES; step *= 2) {
-    U zipped[LANES];
-    _Pragma("GCC unroll 16") for (int i = 0; i < LANES / 2; ++i) {
-      zipped[2 * i] = rows[i], zipped[2 * i + 1] = rows[i + LANES / 2];
+    U zipped[N];
+    _Pragma("GCC unroll 16") for (int i = 0; i < N / 2; ++i) {
+      zipped[2 * i] = rows[i], zipped[2 * i + 1] = rows[i + N / 2];
       zip(zipped[2 * i], zipped[2 * i + 1]);
     }
-    _Pragma("GCC unroll 16") for (int i = 0; i < LANES; ++i) rows[i] = zipped[i];
+    _Pragma("GCC unroll 16") for (int i = 0; i < N; ++i) rows[i] = zipped[i];
   }
-}
-
-// The sum of the lanes: the upper half is added to the lower half until one lane is left.
-static inline float sum_lanes(V v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
 }
 
 static inline int32_t max_int_lane(U u) {
@@ -373,6 +379,17 @@ static INLINE V hyperbolic_tangent(V x) {
 }
 
 static inline V silu(V x) { return divide(x, add(set1(1.0f), exponential(mul(x, set1(-1.0f))))); }
+
+static inline V sigmoid(V x) { return divide(set1(1.0f), add(set1(1.0f), exponential(mul(x, set1(-1.0f))))); }
+
+// log(1 + e^x), to 3e-7 of the result: max(x, 0) + log(1 + y) for y = e^-|x|, where log(1 + y) is a series in
+// y / (2 + y), which is at most 1/3. NaN stays NaN.
+static inline V softplus(V x) {
+  const V y = exponential(min(x, mul(x, set1(-1.0f)))), s = divide(y, add(y, set1(2.0f))), square = mul(s, s);
+  V series = set1(2.0f / 17);
+  _Pragma("GCC unroll 8") for (int n = 15; n > 0; n -= 2) series = fma(series, square, set1(2.0f / (float)n));
+  return fma(series, s, max(zero(), x));
+}
 
 // GELU with tanh, x * (1 + tanh(u)) / 2 for u = sqrt(2 / pi) (x + 0.044715 x^3), as the equal x / (1 + e^-2u), which
 // does not cancel.

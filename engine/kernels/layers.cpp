@@ -14,12 +14,6 @@ namespace {
 const int64_t SHORT = 1 << 15;  // numbers below which waking other threads costs more than they save
 const int64_t PART = 1 << 12;   // numbers of a norm that a thread claims at once, but at least a row
 
-// Round to Number's precision.
-template <class Number>
-V round_to(V v) {
-  return sizeof(Number) == 4 ? v : lower(to_bf16_units(v));
-}
-
 // -- norms ------------------------------------------------------------------------------------------------------------
 
 // y = x / rms(x) * weight; y may be x. With a weight in float32 the result is rounded once, after the weight.

@@ -115,6 +115,9 @@ class Kernels:
         self.experts = {dtype: own(f"experts_{name}") for dtype, name in DTYPES.items()}
         for function in self.experts.values():
             function.argtypes = [pointer, pointer, pointer, long, long, integer]
+        self.delta = {dtype: own(f"delta_{name}") for dtype, name in DTYPES.items()}
+        for function in self.delta.values():
+            function.argtypes = [pointer, pointer, pointer, pointer, integer]
         # By the model's dtype and the cache's.
         self.layers = {(dtype, cache): own(f"layers_{name}") for dtype, cache, name in cache_dtypes()}
         for function in self.layers.values():

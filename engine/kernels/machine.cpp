@@ -38,7 +38,7 @@ EXPORT int32_t pequod_features() {
 // In the order of STRUCTURES in structures.py.
 EXPORT const int64_t pequod_sizes[] = {sizeof(Matrix),     sizeof(WeightPart), sizeof(Progress), sizeof(PlainWeight),
                                        sizeof(Multiplied), sizeof(Joined),     sizeof(Call),     sizeof(Mixture),
-                                       sizeof(Layer),      sizeof(Stack)};
+                                       sizeof(Layer),      sizeof(Stack),      sizeof(Delta)};
 
 // -- memory -----------------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,12 @@ static inline float max_magnitude(int64_t count, Read read) {
 static inline void write(float* p, V v) { store(p, v); }
 static inline void write(uint16_t* p, V v) { store_halves(p, to_bf16_units(v)); }
 
+// Round to Number's precision.
+template <class Number>
+static inline V round_to(V v) {
+  return sizeof(Number) == 4 ? v : lower(to_bf16_units(v));
+}
+
 template <class Number>
 static inline void put(Number* p, V v, int64_t count) {
   if (count >= LANES) return write(p, v);

@@ -119,3 +119,22 @@ struct Stack {
   void* const* caches;                     // one for each layer
   void *x, *normed, *line, *seen, *inner;  // x: input and output; scratch for the norms, QKV, attention and the MLP
 };
+
+// A layer of linear attention, and a step to compute, see models/delta.py and models/states.py.
+struct Delta {
+  const int32_t* row_start;  // [rows + 1]
+  const int32_t* begin;      // [segments + 1]
+  const int32_t* source;     // [segments]
+  const int32_t* target;     // [segments]
+  const void* weights;       // [channels, taps] of the convolution
+  const float* decay;        // [value_heads]
+  const float* bias;         // [value_heads]
+  const void* norm;          // [value_dim]
+  void* windows;
+  float* matrices;
+  int64_t tokens, rows, segments, states;
+  int64_t key_heads, value_heads, key_dim, value_dim, taps;
+  int64_t window_stride, matrix_stride;  // from a state to the next, in numbers
+  int64_t qkvz_stride, gates_stride;     // from a token to the next, in numbers
+  float eps;
+};

@@ -175,8 +175,39 @@ class Stack(ctypes.Structure):
     ]
 
 
+class Delta(ctypes.Structure):
+    """A layer of linear attention, and a step to compute."""
+
+    _fields_ = [
+        ("row_start", ctypes.c_void_p),
+        ("begin", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("target", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("decay", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("windows", ctypes.c_void_p),
+        ("matrices", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("segments", ctypes.c_int64),
+        ("states", ctypes.c_int64),
+        ("key_heads", ctypes.c_int64),
+        ("value_heads", ctypes.c_int64),
+        ("key_dim", ctypes.c_int64),
+        ("value_dim", ctypes.c_int64),
+        ("taps", ctypes.c_int64),
+        ("window_stride", ctypes.c_int64),
+        ("matrix_stride", ctypes.c_int64),
+        ("qkvz_stride", ctypes.c_int64),
+        ("gates_stride", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+    ]
+
+
 # In the order of `pequod_sizes` in machine.cpp.
-STRUCTURES = (Matrix, WeightPart, Progress, PlainWeight, Multiplied, Joined, Call, Mixture, Layer, Stack)
+STRUCTURES = (Matrix, WeightPart, Progress, PlainWeight, Multiplied, Joined, Call, Mixture, Layer, Stack, Delta)
 
 
 def check(library: ctypes.CDLL) -> None:

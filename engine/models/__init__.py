@@ -14,8 +14,9 @@ from ..gguf import folder as gguf
 from ..kernels.library import Choice
 from ..quantized.config import parse
 from ..types import ConfigError, EngineError, ModelError
+from .architectures import architecture
 from .dummy import DummyWeights
-from .families import FAMILIES, architecture
+from .families import FAMILIES
 from .fitting import fit, product
 from .forward import Forward, Outputs
 from .model import Model, Progress
@@ -59,7 +60,10 @@ def _checkpoint(folder: Path, source: dict[str, Any]) -> Checkpoint:
     family = FAMILIES.get(architecture(text))
     if family is not None and family.experts is not None and family.experts.stacking is not None:
         return StackedCheckpoint(folder, family.experts, text.get("hidden_size"))
-    return Checkpoint(folder)
+    checkpoint = Checkpoint(folder)
+    if family is not None:
+        checkpoint.rename(family.renames)
+    return checkpoint
 
 
 def _describe(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint: Checkpoint | None) -> ModelSpec:

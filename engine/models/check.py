@@ -11,6 +11,8 @@ from .decoder import Decoder
 from .spec import ModelSpec
 from .weights import Checkpoint
 
+PREDICTORS = "mtp."  # begins the names of layers that predict further tokens, which checkpoints may have
+
 
 def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     """Raise ModelError unless a checkpoint has exactly the tensors of a model, in their shapes.
@@ -26,7 +28,7 @@ def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
         targets[head] = model.head.weight
     checkpoint.check(targets)
     first, unused = len(spec.decoder.shapes), spec.decoder.unused_layers
-    starts = [f"{prefix}layers.{index}." for index in range(first, first + unused)]
+    starts = [PREDICTORS, *(f"{prefix}layers.{index}." for index in range(first, first + unused))]
     for index, shape in enumerate(spec.decoder.shapes):
         if shape.shares is not None:  # keys and values of its own, which no layer attends to
             names = "k_proj", "v_proj", "k_norm", "v_norm"

@@ -16,6 +16,7 @@ from .forward import Forward
 from .importance import after_norm
 from .layer_inputs import LayerInput
 from .layers import Gated, InFile, Linear, Quantization
+from .mixers import make_mixer
 from .norms import RMSNorm, make_norm
 from .precision import LayerBits
 from .rope import Turn, rotate
@@ -44,10 +45,12 @@ class Layer:
         hidden, self.shape, self.rows = spec.hidden_size, spec.shapes[index], spec.rows(index)
         self.cache, self.is_shared = cache, is_shared
         (q_size, kv_size, _), dim = self.rows, self.shape.head_dim
+        self.mixer = mixer = make_mixer(self.shape.mixer, hidden, spec.norm_eps, dtype, device)
         self.attention_norm, self.attention_after = norm(spec.norms.attention), norm(spec.norms.attention_after)
-        self.qkv = Linear(sum(self.rows), hidden, spec.qkv_bias, dtype, device)
+        of_qkv, of_output = spec.biases(index)
+        self.qkv = Linear(sum(self.rows), hidden, of_qkv, dtype, device)
         self.q_norm = self.k_norm = self.v_norm = None
-        if spec.qk_norm:
+        if spec.qk_norm and mixer is None:
             together = spec.qk_norm == "all"
             self.q_norm = norm("q_norm", q_size if together else dim)
             self.k_norm = norm("k_norm" if kv_size else None, kv_size if together else dim)
@@ -55,7 +58,7 @@ class Layer:
             self.v_norm = make_norm(dim, spec.norm_eps, dtype, device, spec.norm)
             self.v_norm.weight.fill_(1)
         self.sinks = torch.empty(spec.num_heads, dtype=dtype, device=device) if spec.has_sinks else None
-        self.output = Linear(hidden, q_size, spec.output_bias, dtype, device)
+        self.output = Linear(hidden, spec.seen(index), of_output, dtype, device)
         self.output.scale = spec.scales.residual
         self.mlp_norm, self.mlp_after = norm(spec.norms.mlp), norm(spec.norms.mlp_after)
         self.input = None if spec.inputs is None else LayerInput(spec, spec.inputs, dtype, device)
@@ -91,8 +94,11 @@ class Layer:
 
     def attend(self, x: Tensor, turn: Turn | None, forward: Forward, kept: Kept) -> Tensor:
         """Return the attention's output before the output projection: [tokens, heads * head_dim]."""
+        if self.mixer is not None:
+            return self.mixer(x, self.qkv(x), forward.states, self.cache)
         dim, parts = self.shape.head_dim, self.qkv(x).split(list(filter(None, self.rows)), dim=-1)
         q, *own = (part.unflatten(-1, (-1, dim)) for part in parts)
+        q, gate = q.unflatten(1, (-1, 2)).unbind(2) if self.spec.gates_attention else (q, None)
         q = q if self.q_norm is None else _norm(self.q_norm, q)
         q = self._turned(q, turn)
         q = q if turn is None or turn.query_scale is None else q * turn.query_scale
@@ -104,7 +110,8 @@ class Layer:
             v = v if self.v_norm is None else _norm(self.v_norm, v)
         if self.is_shared:
             kept[self.index] = k, v
-        return forward.attend(self.cache, q, k, v).flatten(1)
+        seen = forward.attend(self.cache, q, k, v).flatten(1)
+        return seen if gate is None else seen * torch.sigmoid(gate.flatten(1))
 
     def _turned(self, x: Tensor, turn: Turn | None) -> Tensor:
         """Return rotated queries or keys: [tokens, heads, head_dim]."""
@@ -118,14 +125,13 @@ class Layer:
         layer, and gate and up of another, also where the checkpoint has a tensor for each."""
         prefix, inner, hidden = f"layers.{self.index}.", self.shape.inner, self.spec.hidden_size
         found: list[tuple[str, Linear, int, int]] = []
-        if self.spec.joins_qkv:
-            found.append((f"{prefix}self_attn.qkv_proj", self.qkv, 0, sum(self.rows)))
-        else:
-            ends = accumulate(self.rows)
-            for name, rows, end in zip("qkv", self.rows, ends, strict=True):
-                if rows:
-                    found.append((f"{prefix}self_attn.{name}_proj", self.qkv, end - rows, end))
-        found.append((f"{prefix}self_attn.o_proj", self.output, 0, hidden))
+        *into, out = self.spec.attention_names(self.index)
+        sizes = [sum(self.rows)] if len(into) == 1 else [rows for rows in self.rows if rows]
+        for name, rows, end in zip(into, sizes, accumulate(sizes), strict=True):
+            found.append((prefix + name, self.qkv, end - rows, end))
+        found.append((prefix + out, self.output, 0, hidden))
+        if self.mixer is not None:
+            found += self.mixer.parts(prefix)
         if self.has_mlp:
             gate, up, down = self.spec.mlp
             found.append((prefix + gate, self.gate_up, 0, inner if up else 2 * inner))
@@ -144,6 +150,8 @@ class Layer:
         targets = {f"{prefix}{name}.weight": norm.weight for name, norm in norms if norm is not None}
         if self.sinks is not None:
             targets[sinks_name(self.index)] = self.sinks
+        if self.mixer is not None:
+            targets |= self.mixer.targets(prefix)
         if self.experts is not None and self.experts.correction is not None:
             targets[f"{prefix}{self.experts.spec.names[0]}.e_score_correction_bias"] = self.experts.correction
         if self.beside is not None:
@@ -178,6 +186,8 @@ class Layer:
         quantizations = {} if bits is None else self._quantizations(bits, hidden, in_file)
         for linear in self.linears:
             linear.pack(kernels, quantization=quantizations.get(linear), in_file=in_file.get(linear))
+        if self.mixer is not None:
+            self.mixer.pack(kernels, in_file)
         if self.experts is not None:
             norm = self.mlp_norm if self.beside is None else self.beside.before
             self.experts.pack(kernels, bits, after_norm(norm, hidden), in_file)

@@ -10,6 +10,7 @@ from ..quantized.config import Weights
 from .experts import ExpertsSpec
 from .family import BEFORE, MLP, PLAIN, NormKind, NormNames
 from .rope import Rope
+from .states import MixerShape
 
 
 class Scales(NamedTuple):
@@ -32,6 +33,7 @@ class LayerShape(NamedTuple):
     inner: int  # intermediate size of the MLP
     has_values: bool = True  # False: the projection of keys is that of values too
     shares: int | None = None  # the layer whose keys and values it attends to, in place of its own
+    mixer: MixerShape | None = None  # what it has in place of attention, with a state in place of keys and values
 
 
 class InputsSpec(NamedTuple):
@@ -65,6 +67,7 @@ class DecoderSpec:
     norms_values: bool = False  # see Family
     mlp: tuple[str, str, str] = MLP  # see Family
     joins_qkv: bool = False  # see Family
+    gates_attention: bool = False  # see Family
     is_interleaved: bool = False  # see Family
     rotates_wide: bool = False  # see Family
     wide_angles: bool = False  # see Family
@@ -85,6 +88,10 @@ class DecoderSpec:
             return "experts beside an MLP"
         if self.inputs is not None:
             return "inputs of each layer's own"
+        if self.has_states:
+            return "layers that keep states"
+        if self.gates_attention:
+            return "gates of attention"
         if any(shape.shares is not None for shape in self.shapes):
             return "layers that share keys and values"
         if len(set(self.shapes)) > 1:
@@ -109,16 +116,36 @@ class DecoderSpec:
 
     @property
     def caches(self) -> tuple[int, ...]:
-        """The index of each layer's keys and values among those of the layers that have their own."""
-        owners = [index for index, shape in enumerate(self.shapes) if shape.shares is None]
-        own = {index: place for place, index in enumerate(owners)}
+        """The index of each layer's keys and values among those of the layers that have their own, or of its states
+        among those of the layers that keep states."""
+        owners = [index for index, shape in enumerate(self.shapes) if shape.shares is None and shape.mixer is None]
+        mixers = [index for index, shape in enumerate(self.shapes) if shape.mixer is not None]
+        own = {index: place for each in (owners, mixers) for place, index in enumerate(each)}
         return tuple(own[index if shape.shares is None else shape.shares] for index, shape in enumerate(self.shapes))
 
+    @property
+    def has_states(self) -> bool:
+        """Whether there are layers that keep states in place of keys and values."""
+        return any(shape.mixer is not None for shape in self.shapes)
+
     def rows(self, layer: int) -> tuple[int, int, int]:
-        """Return the rows of a layer's projections of queries, keys and values; 0: there is none."""
+        """Return the rows of a layer's projections of queries, keys and values, or of those before its mixer; 0: there
+        is none."""
         shape = self.shapes[layer]
+        if shape.mixer is not None:
+            return shape.mixer.rows
         own = shape.kv_heads * shape.head_dim if shape.shares is None else 0
-        return self.num_heads * shape.head_dim, own, own if shape.has_values else 0
+        return self.seen(layer) * (2 if self.gates_attention else 1), own, own if shape.has_values else 0
+
+    def biases(self, layer: int) -> tuple[bool, bool]:
+        """Return whether these projections of a layer have biases, and whether that of the output has one."""
+        mixer = self.shapes[layer].mixer
+        return (self.qkv_bias, self.output_bias) if mixer is None else (mixer.has_bias, mixer.has_bias)
+
+    def seen(self, layer: int) -> int:
+        """Return the numbers of a token that a layer's output projection multiplies."""
+        shape = self.shapes[layer]
+        return self.num_heads * shape.head_dim if shape.mixer is None else shape.mixer.seen
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """Return the shape of a layer's experts; None: it has an MLP alone."""
@@ -140,19 +167,27 @@ class DecoderSpec:
         """Yield the same of one layer, without the small ones that only checkpoints quantize."""
         rows, hidden = self.rows(index), self.hidden_size
         start = f"model.layers.{index}."
-        if self.joins_qkv:
-            yield (f"{start}self_attn.qkv_proj.weight",), (sum(rows),), hidden
-        else:
-            names = [name for name, count in zip("qkv", rows, strict=True) if count]
-            yield tuple(f"{start}self_attn.{name}_proj.weight" for name in names), tuple(filter(None, rows)), hidden
-        yield (f"{start}self_attn.o_proj.weight",), (hidden,), rows[0]
+        *into, out = (f"{start}{name}.weight" for name in self.attention_names(index))
+        yield tuple(into), (sum(rows),) if len(into) == 1 else tuple(filter(None, rows)), hidden
+        yield (out,), (hidden,), self.seen(index)
         for gates, down, inner in self._mlps(index):
             yield tuple(f"{start}{name}.weight" for name in gates), (2 * inner // len(gates),) * len(gates), hidden
             yield (f"{start}{down}.weight",), (hidden,), inner
 
+    def attention_names(self, layer: int) -> tuple[str, ...]:
+        """Return the names of a layer's projections before attention, whose rows are those of `rows`, and after it."""
+        if (mixer := self.shapes[layer].mixer) is not None:
+            return mixer.names
+        if self.joins_qkv:
+            return "self_attn.qkv_proj", "self_attn.o_proj"
+        names = [name for name, count in zip("qkv", self.rows(layer), strict=True) if count]
+        return *(f"self_attn.{name}_proj" for name in names), "self_attn.o_proj"
+
     def _small_linears(self, layer: int) -> Iterator[Weights]:
         """Yield the linear layers of a layer that `quantization` leaves plain: the router, and those of its input."""
         start, hidden = f"model.layers.{layer}.", self.hidden_size
+        if (mixer := self.shapes[layer].mixer) is not None and mixer.small_names:
+            yield tuple(f"{start}{name}.weight" for name in mixer.small_names), mixer.small_rows, hidden
         if (experts := self.experts_of(layer)) is not None:
             yield (f"{start}{experts.names[0]}.weight",), (experts.count,), hidden
         if self.inputs is not None:
@@ -193,10 +228,13 @@ class DecoderSpec:
         for index, shape in enumerate(self.shapes):
             (q, k, v), experts = self.rows(index), self.experts_of(index)
             total += sum(name is not None for name in self.norms) * hidden
-            total += {"": 0, "head": (1 + bool(k)) * shape.head_dim, "all": q + k}[self.qk_norm]
-            total += (q + k + v if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
             total += 2 * shape.inner + hidden if self.mlp_bias else 0
-            total += self.num_heads if self.has_sinks else 0
+            if shape.mixer is not None:
+                total += shape.mixer.others(hidden)
+            else:
+                total += {"": 0, "head": (1 + bool(k)) * shape.head_dim, "all": q + k}[self.qk_norm]
+                total += (q + k + v if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
+                total += self.num_heads if self.has_sinks else 0
             total += (2 * inputs + 1) * hidden if inputs else 0
             total += self.scales_layers
             total += self.layer_numbers(index) + (experts.num_params(hidden) if experts else 0)

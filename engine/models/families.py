@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from ..files import shown
-from ..types import ModelError
 from .family import (
     AFTER,
     AROUND,
@@ -364,59 +360,54 @@ FAMILIES["GraniteMoeForCausalLM"] = replace(
 )
 # Granite MoE in GGUF files, which have the tensors of Mixtral.
 FAMILIES["GraniteMoeGguf"] = replace(FAMILIES["GraniteMoeForCausalLM"], experts=FAMILIES["MixtralForCausalLM"].experts)
-MODEL_TYPES = {  # for a config.json without `architectures`
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "ministral": "MinistralForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "granitemoe": "GraniteMoeForCausalLM",
-    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "seed_oss": "SeedOssForCausalLM",
-    "ernie4_5": "Ernie4_5ForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-}
-
-
-def architecture(source: Mapping[str, Any]) -> str:
-    """Return the name of the model class. Raises ModelError if config.json has none."""
-    names = source.get("architectures")
-    if isinstance(names, list) and names and isinstance(names[0], str):
-        return shown(names[0])
-    model_type = source.get("model_type")
-    if isinstance(model_type, str) and model_type:
-        return MODEL_TYPES.get(model_type, shown(model_type))
-    raise ModelError('config.json names no architecture; it needs "architectures" or "model_type"')
-
-
-def native_architecture(source: Mapping[str, Any]) -> str | None:
-    """Return the name of the native decoder's family; None: the model type is that of a model that transformers has.
-
-    The type counts, as in transformers, which saves some models (EXAONE 3) with the name of another's class.
-    """
-    name, given = architecture(source), source.get("model_type")
-    own = [kind for kind, each in MODEL_TYPES.items() if each == name]
-    if not own or not isinstance(given, str) or not given or given in own:
-        return name
-    if given in MODEL_TYPES:
-        return MODEL_TYPES[given]
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return None if given in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else name
+# Qwen3.5 is the first family with linear attention. Its norms are those of Gemma.
+FAMILIES["Qwen3_5ForCausalLM"] = Family(
+    qkv_bias=None,
+    qk_norm="head",
+    head_dim=256,
+    kv_heads=4,
+    max_positions=32768,
+    rotated_part=0.25,
+    norm=NormKind(offset=1.0, is_wide=True),
+    gates_attention=True,
+    mixer="linear",
+)
+LFM2_NAMES = (
+    (".operator_norm.", ".input_layernorm."),
+    (".ffn_norm.", ".post_attention_layernorm."),
+    (".embedding_norm.", ".norm."),
+    (".self_attn.out_proj.", ".self_attn.o_proj."),
+    (".self_attn.q_layernorm.", ".self_attn.q_norm."),
+    (".self_attn.k_layernorm.", ".self_attn.k_norm."),
+    (".feed_forward.expert_bias", ".mlp.gate.e_score_correction_bias"),
+    (".feed_forward.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w2.", ".down_proj."),
+    (".w3.", ".up_proj."),
+)
+FAMILIES["Lfm2ForCausalLM"] = Family(
+    qkv_bias=False,
+    output_bias=False,
+    kv_heads=8,
+    max_positions=128000,
+    norm_eps=1e-5,
+    eps_key="norm_eps",
+    qk_norm="head",
+    tied=True,
+    theta=1_000_000.0,
+    adjusts_inner=True,
+    renames=LFM2_NAMES,
+    mixer="conv",
+)
+FAMILIES["Lfm2MoeForCausalLM"] = replace(
+    FAMILIES["Lfm2ForCausalLM"],
+    adjusts_inner=False,
+    only=(("use_expert_bias", True),),
+    experts=ExpertKeys(
+        ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        normalizes=True,
+        has_sigmoids=True,
+        first_dense=2,
+        first_dense_key="num_dense_layers",
+    ),
+)

@@ -51,7 +51,8 @@ class ExpertKeys(NamedTuple):
     has_sigmoids: bool = False
     # Names of gate, up and down of the n_shared_experts experts of all tokens, which are one MLP.
     shared: tuple[str, str, str] | None = None
-    first_dense: int = 0  # default of first_k_dense_replace: layers that have an MLP instead
+    first_dense: int = 0  # default of the next key: layers that have an MLP instead; 0: it is not read
+    first_dense_key: str = "first_k_dense_replace"
     has_bias: bool = False  # of router and experts
     clamp: bool = False  # the gates are those of swiglu_limit and swiglu_alpha, see layers.Clamp
     is_beside: bool = False  # layers have experts and an MLP, each with norms of its own, see experts.Beside
@@ -101,7 +102,13 @@ class Family:
     # up has none.
     mlp: tuple[str, str, str] = MLP
     inner: str = "intermediate_size"
+    adjusts_inner: bool = False  # the keys by which LFM2 computes that size from another are read
+    renames: tuple[tuple[str, str], ...] = ()  # parts of tensors' names in checkpoints, and what Llama has for them
     joins_qkv: bool = False  # Q, K and V are one tensor in checkpoints
+    # Half of each query head's rows are its gate: what the head attends to is multiplied by the sigmoid of that.
+    gates_attention: bool = False
+    # What layers that layer_types names have in place of attention, see delta.py and short_conv.py; empty: none have.
+    mixer: Literal["", "linear", "conv"] = ""
     # Keys of config.json with the only value that the native decoder supports; false values are alike, and like none.
     only: tuple[tuple[str, Any], ...] = ()
     may_lack_attention: bool = False  # layer_types names layers without attention, which the native decoder has not

@@ -31,9 +31,9 @@ from ..files import read_json, shown
 from ..kernels.library import Choice, Kernels
 from ..out_of_memory import is_out_of_memory
 from ..types import ModelError
+from .architectures import architecture
 from .dummy import DummyWeights, initialize
 from .executor import Executor
-from .families import architecture
 from .forward import Forward, Outputs
 from .packing import Swap, pack, unpack
 from .rope import MAX_NUMBER

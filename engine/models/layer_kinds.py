@@ -12,6 +12,7 @@ import torch
 from ..bounds import MAX_EXPERTS, MAX_HEADS, MAX_SIZE
 from ..files import shown
 from ..types import ModelError
+from . import mixer_shapes
 from .decoder_spec import InputsSpec, LayerShape, Scales
 from .experts import ExpertsSpec, Sigmoids
 from .family import Family, ScaleKey
@@ -35,6 +36,8 @@ def unsupported(source: Mapping[str, Any], architecture: str, family: Family) ->
         return "the native implementation has no sliding windows for Qwen3MoeForCausalLM"
     if family.may_lack_attention and set(map(str, _kinds(source))) - {"attention", "full_attention"}:
         return f"the native implementation has only layers with attention for {architecture}"
+    if family.mixer == "linear" and activation not in ("silu", "swish"):
+        return f"the native implementation has no linear attention with the activation '{shown(activation)}'"
     for key, value in family.only:
         if (source.get(key) or None) != (value or None):
             given = shown(source.get(key))
@@ -94,6 +97,20 @@ def activation_of(source: Mapping[str, Any], family: Family) -> Any:
     return source.get(key) or default
 
 
+def inner(source: Mapping[str, Any], family: Family) -> int:
+    """Return the intermediate size of the MLP."""
+    if not family.adjusts_inner:
+        return whole(source, family.inner, maximum=MAX_SIZE)
+    size = whole(source, "block_ff_dim" if "block_ff_dim" in source else family.inner, maximum=MAX_SIZE)
+    if not source.get("block_auto_adjust_ff_dim", True):
+        return size
+    size, multiple = 2 * size // 3, whole(source, "block_multiple_of", 256, maximum=MAX_SIZE)
+    if source.get("block_ffn_dim_multiplier", 1.0) is None:
+        return max(1, size)
+    size = int(_positive(source, "block_ffn_dim_multiplier", 1.0) * size)
+    return max(1, -(-size // multiple)) * multiple
+
+
 def rotates(source: Mapping[str, Any], family: Family, num_layers: int) -> tuple[bool, ...]:
     """Return of each layer whether it has a rotary embedding, unless its window decides."""
     if family.rotating != "listed":
@@ -141,7 +158,10 @@ def windows(
 def shapes(
     source: Mapping[str, Any], family: Family, plain: LayerShape, windows: Sequence[int | None]
 ) -> tuple[LayerShape, ...]:
-    """Return the sizes of each layer: `plain`, unless those without a window, or the last ones, differ."""
+    """Return the sizes of each layer: `plain`, unless those without a window, or the last ones, differ, or some have
+    no attention."""
+    if family.mixer:
+        return mixer_shapes.read(source, family, plain, len(windows))
     if not family.layers_differ:
         return (plain,) * len(windows)
     is_joined = bool(source.get("attention_k_eq_v", False))
@@ -297,7 +317,7 @@ def experts(source: Mapping[str, Any], family: Family, num_layers: int) -> Exper
         is_normalized = bool(source.get("norm_topk_prob", keys.normalizes))
     first_dense = keys.first_dense
     if keys.first_dense:
-        first_dense = count_of(source, "first_k_dense_replace", keys.first_dense)
+        first_dense = count_of(source, keys.first_dense_key, keys.first_dense)
     inner, active = whole(source, keys.inner, maximum=MAX_SIZE), whole(source, keys.active, maximum=count)
     return ExpertsSpec(
         count=count,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..types import ModelError
-from .families import architecture
+from .architectures import architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ TEXT_PARTS = {
     "Mistral3ForConditionalGeneration": TextPart(
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}, tied=True
     ),
+    "Qwen3_5ForConditionalGeneration": TextPart({"qwen3_5_text": "Qwen3_5ForCausalLM"}, tied=False),
     "Qwen3VLForConditionalGeneration": TextPart(
         {"qwen3_vl_text": "Qwen3ForCausalLM"}, tied=False, defaults={"rope_theta": 500_000.0}
     ),

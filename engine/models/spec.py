@@ -21,12 +21,14 @@ from ..kernels.matmul import quantized_bytes
 from ..quantized.config import TypeOf, count_blocks, parse
 from ..types import ConfigError, ModelError
 from . import layer_kinds, multimodal
+from .architectures import architecture, native_architecture
 from .decoder_spec import DecoderSpec, LayerShape, sinks_name
-from .families import FAMILIES, architecture, native_architecture
+from .families import FAMILIES
 from .gpu_form import ROUNDED, Form
 from .gpu_weights import PIECE_NUMBERS
 from .keys import count_of, number, whole
 from .precision import head_bits, is_grouped, rounded_shapes
+from .states import LinearShape, MixerShape
 from .weights import Checkpoint
 
 DTYPES = {
@@ -185,8 +187,28 @@ class ModelSpec:
 
     @property
     def attended(self) -> list[AttentionLayer]:
-        """The attention of every layer, also of those that share the keys and values of another."""
-        return self.layers if self.decoder is None else [self.layers[index] for index in self.decoder.caches]
+        """The attention of every layer, also of those that share the keys and values of another, but not of those
+        without attention."""
+        if (decoder := self.decoder) is None:
+            return self.layers
+        caches = zip(decoder.caches, decoder.shapes, strict=True)
+        return [self.layers[index] for index, shape in caches if shape.mixer is None]
+
+    @property
+    def mixers(self) -> list[MixerShape]:
+        """What the layers without attention have in its place."""
+        shapes = () if self.decoder is None else self.decoder.shapes
+        return [shape.mixer for shape in shapes if shape.mixer is not None]
+
+    @property
+    def linear(self) -> list[LinearShape]:
+        """The mixers that are linear attention."""
+        return [mixer for mixer in self.mixers if isinstance(mixer, LinearShape)]
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of a sequence's states in all layers; 0: there are none."""
+        return sum(shape.num_bytes(self.dtype) for shape in self.mixers)
 
     @property
     def groups(self) -> CacheGroups:
@@ -267,7 +289,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
     hidden = whole(source, "hidden_size", maximum=MAX_SIZE)
     head_dim = whole(source, "head_dim", family.head_dim or max(1, hidden // heads), maximum=MAX_HEADS)
     num_layers = whole(source, "num_hidden_layers", maximum=MAX_LAYERS)
-    plain = LayerShape(kv_heads, head_dim, whole(source, family.inner, maximum=MAX_SIZE))
+    plain = LayerShape(kv_heads, head_dim, layer_kinds.inner(source, family))
     rotates = layer_kinds.rotates(source, family, num_layers)
     windows = layer_kinds.windows(source, family, num_layers, rotates)
     shapes = layer_kinds.shapes(source, family, plain, windows)
@@ -286,7 +308,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         activation=layer_kinds.activation_of(source, family),
         ropes=ropes,
         turns=turns,
-        tied=bool(source.get("tie_word_embeddings", family.tied)),
+        tied=bool(source.get("tie_embedding", source.get("tie_word_embeddings", family.tied))),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=family.mlp_bias and bool(source.get("mlp_bias", False)),
@@ -303,6 +325,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         scales=layer_kinds.scales(source, family, hidden, dtype),
         mlp=family.mlp,
         joins_qkv=family.joins_qkv,
+        gates_attention=family.gates_attention,
         has_sinks=family.has_sinks,
         unused_layers=count_of(source, "num_nextn_predict_layers", 0, maximum=MAX_LAYERS),
         experts=layer_kinds.experts(source, family, num_layers),
@@ -333,7 +356,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
             )
             for index, (shape, window) in enumerate(zip(shapes, windows, strict=True))
             for scale, cap in [layer_kinds.scores(source, family, shape.head_dim)]
-            if shape.shares is None
+            if shape.shares is None and shape.mixer is None
         ],
         num_params=num_params,
         source=source,

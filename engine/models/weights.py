@@ -117,6 +117,11 @@ class Checkpoint:
         """The total number of elements of all tensors."""
         return sum(prod(entry.shape) for entry in self.entries.values())
 
+    def rename(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Replace the first text of each pair in the tensors' names by the second."""
+        for old, new in pairs:
+            self.entries = {name.replace(old, new): entry for name, entry in self.entries.items()}
+
     def check(self, targets: Mapping[str, Tensor]) -> None:
         """Raise ModelError unless the checkpoint has every name, with the shape of its target."""
         for name, target in targets.items():

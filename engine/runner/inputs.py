@@ -21,6 +21,7 @@ from ..models import Forward
 from .buffers import Buffers, Shape, Views
 from .changes import on_device
 from .group_tables import GroupTables
+from .state_inputs import StateInputs
 
 Ints = NDArray[np.int64]
 
@@ -64,9 +65,10 @@ class Inputs:
         cache: KVCache,
         device: torch.device,
         padded: int = 0,  # tokens, see Buffers
+        states: StateInputs | None = None,  # of models with linear attention
     ) -> None:
         self.block_size = block_size
-        self.cache = cache
+        self.cache, self.states = cache, states
         self.device = device
         self.buffers = Buffers(
             max_tokens=max_tokens, max_seqs=max_seqs, max_blocks=max_blocks, device=device, padded=padded
@@ -172,6 +174,7 @@ class Inputs:
             plan=self.cache.plan(meta),
             cache=self.cache,
             logits_at=device.logits_at,
+            states=None if self.states is None else self.states.prepare(rows, slots.tolist()),
             hidden_at=device.hidden_at if layout.pooled else None,
         )
         return Prepared(forward, layout, lengths)

@@ -24,6 +24,7 @@ from .inputs import Inputs, Prepared
 from .pooler import Pooler, QueuedPooling
 from .queued import QueuedScores, QueuedTokens
 from .sampler import Sampler
+from .state_inputs import StateInputs
 
 # The size of the warm-up's two steps on a CPU, where nothing is compiled for a step's size and the memory plan already
 # counts what a full step takes. Full steps took two seconds for 0.6 billion parameters.
@@ -190,6 +191,7 @@ class Runner:
             cache=self.cache,
             device=self.device,
             padded=0 if buckets is None else buckets.largest,
+            states=guarded(lambda: StateInputs.of(spec, config, self.device)),
         )
         self.graphs: Graphs | None = None
         if graph_device is not None and captured is not None and not isinstance(captured, str) and buckets is not None:

@@ -27,7 +27,7 @@ from engine.compiling import jobs
 from engine.kernels import launching
 from engine.kernels.launching import META, Compiling
 from engine.kernels.library import Choice
-from engine.models import Forward, invariance, on_gpu, skinny, weight_trial
+from engine.models import Forward, gpu_delta, invariance, on_gpu, skinny, weight_trial
 from engine.models.decoder import Decoder
 from engine.models.family import BEFORE
 from engine.models.gpu_coded import CodedRows
@@ -37,6 +37,7 @@ from engine.models.layers import InFile, Linear
 from engine.models.on_gpu import OnGPU
 from engine.models.skinny import CANDIDATES, UNIFORM, Choices, Tiles, candidates
 from engine.models.spec import ModelSpec, read_spec
+from engine.models.states import LinearShape, Segments
 from engine.runner.triton_logits import FIELDS, TritonLogits
 
 CPU = torch.device("cpu")
@@ -320,6 +321,25 @@ def test_the_kernels_of_quantized_experts_are_compiled_before_they_are_launched(
     assert compiled == []
 
 
+def test_the_kernels_of_linear_attention_are_compiled_once_for_any_step(compiled):
+    for kernel in triton_kernels():
+        kernel.device_caches.clear()
+    shape, dtype = LinearShape(2, 4, 32, 16, 4), torch.bfloat16
+    for job in gpu_delta.jobs(shape, dtype):
+        launching._run(job, CPU)
+    assert compiled == ["convolve", "recur", "finish"]
+    compiled.clear()
+    for count in (1, 2, 16, 33):
+        layer, qkvz, gates, states = gpu_delta._tensors(shape, dtype, CPU, 16 * count, is_random=False)
+        segments = Segments.of([[(16, -1, 0)]] * count)
+        gpu_delta.gated_delta(layer, qkvz, gates, states, segments)
+        # Parts of a step's inputs are not aligned.
+        parts = [torch.empty(count + 5, dtype=torch.int32)[first : first + count + 1] for first in range(1, 5)]
+        unaligned = dict(zip(("row_start", "begin", "source", "target"), parts, strict=True))
+        gpu_delta.gated_delta(layer, qkvz, gates, states, replace(segments, **unaligned))
+    assert compiled == []
+
+
 def test_a_kernel_is_looked_up_once_for_what_it_is_compiled_for(monkeypatch, compiled):
     """A launch finds by itself what Triton has compiled, and asks Triton whenever Triton might compile anew."""
     from engine.kernels.gpu import layers as kernels
@@ -360,10 +380,10 @@ def test_a_kernel_is_looked_up_once_for_what_it_is_compiled_for(monkeypatch, com
 
 
 def triton_kernels() -> list[Any]:
-    from engine.kernels.gpu import attention, experts, layers, logits, matmul, shortlist, storing
+    from engine.kernels.gpu import attention, delta, experts, layers, logits, matmul, shortlist, storing
     from engine.kernels.gpu import skinny as products
 
-    modules = (attention, experts, layers, logits, matmul, products, shortlist, storing)
+    modules = (attention, delta, experts, layers, logits, matmul, products, shortlist, storing)
     return [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
 
 

@@ -25,10 +25,10 @@ from engine.attention.gpu_cache import Shape, near_lines, padded, power_of_two, 
 from engine.attention.gpu_plan import FEW_ROWS
 from engine.attention.gpu_shapes import attend_shape, is_short, queries_of
 from engine.attention.layer import LARGEST, AttentionLayer
-from engine.kernels.gpu import attention, changes, experts, layers, logits, matmul, shortlist, skinny, storing
+from engine.kernels.gpu import attention, changes, delta, experts, layers, logits, matmul, shortlist, skinny, storing
 from engine.kernels.gpu import scaled as scaled_kernels
 from engine.kernels.gpu import single as single_kernels
-from engine.models import gpu_experts, gpu_tiles, gpu_weights, scaled, single
+from engine.models import gpu_delta, gpu_experts, gpu_tiles, gpu_weights, scaled, single
 from engine.models import skinny as few_rows
 from engine.models.gpu_form import ROUNDED, Form
 from engine.models.gpu_gates import gate_constants
@@ -38,6 +38,7 @@ from engine.models.gpu_weights import DEQUANTIZED_ROWS, DEQUANTIZED_WARPS, LOOKE
 from engine.models.on_gpu import MAX_HIDDEN
 from engine.models.scaled import Narrow
 from engine.models.single import SINGLES, Row, Single
+from engine.models.states import LinearShape
 from engine.runner.triton_logits import COUNT_DIGITS, ENTRIES, GROUP, SUM_DIGITS, TILE, TILES, WARPS
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -77,11 +78,20 @@ TURNS = {
 SIZES = {"Qwen3 0.6B": (1024, 3072), "Llama 8B": (4096, 14336), "Phi-3": (3072, 8192), "largest": (MAX_HIDDEN, 1)}
 VOCABULARIES = {"Qwen3": 151936, "GPT-2": 50257}
 EXPERTS = {"Qwen3 30B": (2048, 128, 8), "gpt-oss": (2880, 32, 4)}  # hidden size, experts, and those of a token
+LINEAR = {
+    "Qwen3.5 9B": LinearShape(16, 32, 128, 128, 4),
+    "heads of 64": LinearShape(4, 4, 64, 64, 4),
+    "heads of 48 and 80": LinearShape(2, 4, 48, 80, 3),
+    "heads of 256": LinearShape(4, 8, 256, 256, 4),
+}
 Arguments = tuple[dict[str, Any], dict[str, Any]]  # types and constants
 PARTED = {"sums_ptr": "*fp32", "arrived_ptr": "*i32"}
 ROUTED = {"pairs_ptr": "*i32", "owners_ptr": "*i32", "places_ptr": "*i64"}
 FUSED = (
     attention.attend,
+    delta.convolve,
+    delta.finish,
+    delta.recur,
     experts.choose,
     experts.combine,
     layers.add_norm,
@@ -240,6 +250,18 @@ def arranged(count: int, tokens: int, *, arch: int) -> Arguments:
 def combined(hidden: int, active: int, dtype: torch.dtype, *, arch: int) -> Arguments:
     signature = dict.fromkeys(("x_ptr", "results_ptr", "shared_ptr"), "*" + NAMES[dtype]) | {"weights_ptr": "*fp32"}
     return signature, {"SIZE": hidden, "TILE": GATE_TILE, "ACTIVE": active, "SHARED": True, "DEPENDENT": arch >= 90}
+
+
+def linear(shape: LinearShape, dtype: torch.dtype, *, arch: int) -> Iterator[tuple[Any, Arguments, dict[str, int]]]:
+    """Yield the kernels of a layer of linear attention as gated_delta launches them."""
+    numbers = ("qkvz_ptr", "gates_ptr", "taps_ptr", "windows_ptr", "convolved_ptr", "read_ptr", "weight_ptr")
+    types = dict.fromkeys(numbers, "*" + NAMES[dtype]) | {"eps": "fp32", "l2_eps": "fp32"}
+    types |= dict.fromkeys(("decay_ptr", "bias_ptr", "numbers_ptr", "matrices_ptr"), "*fp32")
+    types |= dict.fromkeys(delta.SEGMENTS, "*i32")
+    for kernel, own in zip((delta.convolve, delta.recur, delta.finish), gpu_delta._constants(shape), strict=True):
+        options = {name: value for name, value in own.items() if name in ("num_warps", "maxnreg")}
+        constants = {name: value for name, value in own.items() if name not in options}
+        yield kernel, (types, constants | {"DEPENDENT": arch >= 90}), options
 
 
 FORMS = (
@@ -430,6 +452,10 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
         for part in gpu_experts.QUANTIZED_TILES.values():
             label = f"routed {form.name}, tiles of {part.tokens} bf16"
             yield label, matmul.multiply, product(form, torch.bfloat16, part, arch=arch, fan=4), part.warps
+    for name, sizes_of in LINEAR.items():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for kernel, arguments, options in linear(sizes_of, dtype, arch=arch):
+                yield f"{kernel.__name__} {name} {NAMES[dtype]}", kernel, arguments, options
     for name, vocab_size in VOCABULARIES.items():
         for kernel, arguments in sampling(vocab_size, arch):
             yield f"{kernel.__name__} logits of {name}", kernel, arguments, WARPS
@@ -446,7 +472,7 @@ def resources(kernel: Any, arguments: Arguments, shape: int | Shape | dict[str, 
     hints = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if name not in constants and ALIGNED.match(name)
+        if name not in constants and ALIGNED.match(name) and not kernel.params[place].do_not_specialize_on_alignment
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
     options: dict[str, Any] = {"enable_fp_fusion": kernel in FUSED and not constants.get("UNIFORM")}

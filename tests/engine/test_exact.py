@@ -80,6 +80,11 @@ async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, i
         ("gemma3_text-scaled", "bfloat16", "none", "auto"),
         ("gemma4_text-small", "bfloat16", "none", "auto"),
         ("gemma4_text-experts", "float32", "int4", "int8"),
+        ("lfm2", "bfloat16", "none", "auto"),
+        ("lfm2_moe", "bfloat16", "int8", "auto"),
+        ("qwen3_5_text", "float32", "none", "auto"),
+        ("qwen3_5_text", "bfloat16", "none", "auto"),
+        ("qwen3_5_text-listed", "bfloat16", "int8", "int8"),
     ],
 )
 async def test_an_exact_engine_gives_the_same_bits_however_it_is_used(tmp_path, name, dtype, quantization, kv_dtype):

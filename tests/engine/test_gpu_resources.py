@@ -21,6 +21,7 @@ WEIGHTS = {"product", "dequantize", "lookup"}
 LISTS = {"find_bound", "shortlist", "draw_listed"}
 LOGITS = {"find_top", *LISTS, "count_digit", "weigh", "sum_digit", "sum_kept", "pick", "tally", "collect"}
 CHANGES = {"penalize", "add", "exclude", "forbid"}
+LINEAR = {"convolve", "recur", "finish"}
 
 
 # Expressions for the names of kernels. Those of logits are compiled for one vocabulary on each architecture: a size
@@ -67,6 +68,9 @@ CASES = [
     (90, "routed ((gate|down), tiles of 128|gate, tiles of 64|(int4|float8 in groups).*tiles of 64)", {"routed"}),
     (90, "(choose|combine) Qwen3 30B|arrange Qwen3 30B, tiles of 128", {"choose", "arrange", "combine"}),
     (80, "alike tiles of (128|.* fp32)", {"alike"}),
+    (90, "(Qwen3.5 9B|heads of 48 and 80) bf16", LINEAR),
+    (90, "heads of 256 fp32", LINEAR),
+    (80, "Qwen3.5 9B fp16|heads of 256 fp32", LINEAR),
 ]
 
 

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from engine import EngineConfig, ModelError, attention, models
 from engine.attention import AttentionMeta, KVCache, create
+from engine.batch import Row
 from engine.kernels.library import choose
-from engine.models.families import MODEL_TYPES
+from engine.models.architectures import MODEL_TYPES
 from engine.models.layers import ACTIVATIONS, Gated, Linear, can_reorder
 from engine.models.spec import read_spec
+from engine.runner.state_inputs import StateInputs
 from tests.engine.test_attention import spoil
 from tests.models import (
     FALLBACK,
@@ -33,7 +35,7 @@ from tests.models import (
 )
 
 CPU = torch.device("cpu")
-BLOCK = 4
+BLOCK, SEQS = 4, 16
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +48,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def limit_of(name: str) -> float:
-    """Return the tolerance: gemma2's softmax, and gemma4's norms, are in float32 even if the rest is in float64."""
+    """Return the tolerance: gemma2's softmax, gemma4's norms and the states of qwen3_5 are in float32, even if the rest
+    is in float64."""
     if name in FLOAT32_ONLY:
         return 2e-5
-    return next((limit for start, limit in (("gemma2", 1e-5), ("gemma4", 5e-5)) if name.startswith(start)), 1e-9)
+    float32 = {"gemma2": 1e-5, "gemma4": 5e-5, "qwen3_5": 5e-5}
+    return next((limit for start, limit in float32.items() if name.startswith(start)), 1e-9)
 
 
 def load(folder: Path, dtype: torch.dtype, max_len: int | None = None, kv_dtype: str = "auto") -> models.Model:
@@ -74,6 +78,10 @@ class Bench:
         )
         for layer in self.cache.layers:
             spoil(layer.tensor)
+        self.states = StateInputs.of(spec, EngineConfig(model="", max_seqs=SEQS), CPU)
+        for states in self.states.layers if self.states is not None else ():
+            for tensor in states:
+                spoil(tensor)
         self.free = list(range(num_blocks))
         random.Random(seed).shuffle(self.free)
         self.blocks: dict[int, list[int]] = {}
@@ -93,12 +101,18 @@ class Bench:
         for _, _, new in table:
             starts.append(range(at + new - 1 if last_only else at, at + new))
             at += new
+        states = None
+        if self.states is not None:
+            each = zip(rows.items(), table, strict=True)
+            told = [Row(seq, start, ids, [], 0) for (seq, ids), (_, start, _) in each]
+            states = self.states.prepare(told, [list(self.blocks).index(seq) for seq in rows])
         step = models.Forward(
             torch.tensor([token for ids in rows.values() for token in ids]),
             torch.tensor(positions),
             self.cache.plan(AttentionMeta.of(table, BLOCK)),
             self.cache,
             torch.tensor([place for span in starts for place in span]),
+            states,
         )
         logits = self.model.forward(step).logits
         return dict(zip(rows, logits.split([len(span) for span in starts]), strict=True))
@@ -430,6 +444,7 @@ def test_spec_agrees_with_transformers_about_the_windows(name):
     spec = read_spec({**theirs.to_dict(), "architectures": [arch(name)]}, EngineConfig(model=""))
     assert spec is not None
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
+    kinds = [kind for kind in kinds if kind not in ("linear_attention", "conv")]
     window = getattr(theirs, "sliding_window", None)
     expected = [window if kind == "sliding_attention" else None for kind in kinds]
     assert [layer.window for layer in spec.attended] == expected

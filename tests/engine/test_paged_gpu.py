@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 FILES = [
     "interpreted.py",
+    "interpreted_delta.py",
     "interpreted_experts.py",
     "interpreted_invariance.py",
     "interpreted_layers.py",

@@ -28,7 +28,8 @@ class MeanModel:
         layers = [AttentionLayer(1, 1, VOCAB, VOCAB, scale=1.0)]
         self.sinks = {}
         kinds = {"dtype": torch.float64, "cache_dtype": torch.float64}
-        self.spec = types.SimpleNamespace(vocab_size=VOCAB, max_len=64, layers=layers, groups=CacheGroups(), **kinds)
+        sizes = {"vocab_size": VOCAB, "max_len": 64, "mixers": []}
+        self.spec = types.SimpleNamespace(layers=layers, groups=CacheGroups(), **sizes, **kinds)
         self.product = Choice(None)
         self.matrix = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 5
         self.fails_with = None

@@ -10,7 +10,9 @@ from engine import EngineConfig
 from engine.attention.paged_gpu import FP8_CAPABILITY
 from engine.build import build
 from engine.graph_sizes import sizes
+from engine.models import gpu_delta
 from engine.models.on_gpu import OnGPU
+from engine.models.states import LinearShape, Segments
 from engine.runner.graphs import Graphs
 from engine.runner.logits import TorchLogits
 from engine.runner.triton_logits import TritonLogits
@@ -82,6 +84,37 @@ async def test_a_batch_invariant_engine_gives_the_same_bits_alone_and_in_any_bat
     for changes in ({"enforce_eager": True}, {}, {"max_batched_tokens": 9}, {"num_blocks": 14}):
         found, _, _ = await serve(EngineConfig(**{**base, **changes}), together=True)
         assert found == alone
+
+
+LINEAR = {
+    "Qwen3.5 9B": LinearShape(16, 32, 128, 128, 4),
+    "small": LinearShape(2, 4, 32, 16, 4),
+    "no powers of two": LinearShape(2, 4, 48, 80, 3),
+    "largest": LinearShape(2, 2, 256, 256, 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", list(LINEAR))
+def test_our_kernels_compute_linear_attention(name, dtype):
+    """A step is compared with torch, and a sequence has the same bits however it is divided, beside any others."""
+    device, shape = torch.device("cuda"), LINEAR[name]
+    assert gpu_delta.objection(shape, dtype, device) is None
+    tokens = 200
+    layer, qkvz, gates, whole = gpu_delta._tensors(shape, dtype, device, tokens, is_random=True)
+    divided = type(whole)(*(each.clone() for each in whole))
+
+    def read(states, rows, first: int, end: int) -> torch.Tensor:
+        return gpu_delta.gated_delta(layer, qkvz[first:end], gates[first:end], states, Segments.of(rows, device))
+
+    want = read(whole, [[(tokens, -1, 0)]], 0, tokens)
+    found = [
+        read(divided, [[(64, -1, 1), (33, 1, 0)], [(50, 3, 3)]], 0, 147)[:97],
+        read(divided, [[(102, 0, 2), (0, 2, 0)]], 97, 199),
+        read(divided, [[(1, 0, 0)]], 199, 200),
+    ]
+    assert torch.equal(torch.cat(found), want)
+    assert all(torch.equal(ours[0], one[0]) for ours, one in zip(divided, whole, strict=True))
 
 
 @pytest.mark.parametrize("size", [1, 257, 5000, 151_936])

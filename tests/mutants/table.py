@@ -18,6 +18,7 @@ SAMPLER = (
 CHECKS = {
     "simulation": ["tests.simulation", "--steps", "30000", "--seed", "1", "--workers", "1"],
     "scheduler": ["tests.simulation.scheduler", "--steps", "20000", "--seed", "1"],
+    "states": ["tests.simulation.scheduler", "--steps", "20000", "--seed", "6", "--depth", "1", "--states"],
     "sampler": ["pytest", "-q", "-x", "tests/engine/test_sampler.py", "-k", SAMPLER],
 }
 

@@ -6,7 +6,8 @@ The fake runner keeps a fake KV cache, in which each slot remembers which token 
 prefix was written there; a row that would read anything but its own past, or write into a block that another
 sequence can see, fails. What a request draws is a function of its tokens alone, so each output is compared with
 what it must be. Every step also checks the scheduler's books and the rules of the batch. At depth 1 a step is launched
-before the one before it is collected. With `--windows` layers are in groups, some of which attend to a window.
+before the one before it is collected. With `--windows` layers are in groups, some of which attend to a window. With
+`--states` some are of linear attention: each row must continue from the state that its own past has left.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from engine.config import POLICIES, EngineConfig
 from engine.refusal import POOLINGS
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest, Pooling, SamplingParams, TokenDelta, TokenLogprob
+from tests.simulation.states import FakeStates
 
 VOCAB = 97
 STOP = 0
@@ -99,9 +101,12 @@ def alone(request: EngineRequest, max_len: int) -> tuple[list[int], str]:
 class FakeRunner:
     """Keeps what a real runner keeps, block tables and tokens by slot, and checks every read and write."""
 
-    def __init__(self, block_size: int, rng: random.Random, groups: CacheGroups) -> None:
+    def __init__(
+        self, block_size: int, rng: random.Random, groups: CacheGroups, states: FakeStates | None = None
+    ) -> None:
         self.block_size = block_size
         self.rng = rng
+        self.states = states
         self.windows = groups.windows
         self.tables: dict[int, list[int]] = {}  # of each block of tokens, a block for each group
         self.unseen: dict[int, list[int]] = {}  # for each group, the number of blocks that no later row reads
@@ -176,6 +181,8 @@ class FakeRunner:
             assert entered.params == request.params, "a sequence entered with parameters that are not its own"
             assert entered.prompt_len == len(request.prompt_ids), "the sampler counts positions from another place"
             assert entered.token_ids == history, "the sampler's history is not the sequence's tokens"
+        if self.states is not None:
+            self.states.compute(batch, lambda row: (requests[row.seq_id].cache_salt, self.own(row, tokens[row.seq_id])))
         outcomes: list[Outcome] = []
         for row in batch.rows:
             table, is_new = self.tables[row.seq_id], not self.tables[row.seq_id]
@@ -306,6 +313,7 @@ class Episode:
     rng: random.Random
     depth: int = 0
     groups: CacheGroups = field(default_factory=CacheGroups)
+    has_states: bool = False
     clock: ManualClock = field(default_factory=ManualClock)
     requests: dict[int, EngineRequest] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -317,9 +325,11 @@ class Episode:
     steps: int = 0
     preempted: int = 0
     void: int = 0  # rows that were computed in vain
+    states: FakeStates | None = None
+    told: list[list[int]] = field(default_factory=list)  # tokens of the last requests
 
     @classmethod
-    def make(cls, seed: str, depth: int = 0, *, has_windows: bool = False) -> Episode:
+    def make(cls, seed: str, depth: int = 0, *, has_windows: bool = False, has_states: bool = False) -> Episode:
         rng = random.Random(seed)
         block_size = rng.choice((1, 2, 4, 16))
         num_blocks = rng.randint(2, 48)
@@ -340,12 +350,17 @@ class Episode:
             windows = tuple(rng.choice(some) for _ in range(rng.randint(1, 4)))
             groups = CacheGroups(windows, tuple(range(len(windows))))
             num_blocks *= len(windows)
-        return cls(seed, config, num_blocks, rng, depth, groups)
+        if has_states:
+            config = replace(config, num_snapshots=rng.choice((0, 1, 2, rng.randint(1, 24))))
+        return cls(seed, config, num_blocks, rng, depth, groups, has_states)
 
     def run(self, max_steps: int, trace: hashlib._Hash) -> None:
         """Requests arrive for about `max_steps` steps; then the rest is drained."""
-        self.scheduler = Scheduler(self.config, self.num_blocks, VOCAB, self.clock, self.groups)
-        self.runner = FakeRunner(self.config.block_size, self.rng, self.groups)
+        self.scheduler = Scheduler(
+            self.config, self.num_blocks, VOCAB, self.clock, self.groups, has_states=self.has_states
+        )
+        self.states = FakeStates(self.config.block_size) if self.has_states else None
+        self.runner = FakeRunner(self.config.block_size, self.rng, self.groups, self.states)
         self.prefixes = [[self.rng.randrange(VOCAB) for _ in range(self.scheduler.max_len)] for _ in range(3)]
         rate = self.rng.choice((0.02, 0.1, 0.3, 0.8))
         patience = 0
@@ -371,6 +386,9 @@ class Episode:
         length = rng.randint(1, most) if rng.random() < 0.3 else rng.randint(1, max(1, max_len // 3))
         shared = rng.choice(self.prefixes)[: rng.randint(0, length)]
         prompt = [*shared, *(rng.randrange(VOCAB) for _ in range(length - len(shared)))]
+        if self.has_states and self.told and rng.random() < 0.4:  # the next turn of a chat, or another from its middle
+            told = rng.choice(self.told)
+            prompt = [*told[: max(1, len(told) - rng.choice((0, 0, rng.randint(0, 64))))], prompt[-1]][:most]
         request = EngineRequest(
             id=len(self.ended) + len(self.requests) + 1,
             prompt_ids=tuple(prompt),
@@ -486,6 +504,7 @@ class Episode:
             del self.requests[delta.id]
             held = self.tokens.pop(delta.id)
             output = held[len(request.prompt_ids) : len(held) - self.untold.pop(delta.id)]
+            self.told = [*self.told[-8:], [*request.prompt_ids, *output]]
             self.ended[delta.id] = delta.finish_reason
             expected, reason = alone(request, self.scheduler.max_len)
             if delta.finish_reason in ("stop", "length"):
@@ -506,26 +525,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--episode-steps", type=int, default=500)
     parser.add_argument("--depth", type=int, choices=(0, 1), default=0, help="steps that are launched ahead")
     parser.add_argument("--windows", action="store_true", help="with groups of layers, some of which have windows")
+    parser.add_argument("--states", action="store_true", help="with layers of linear attention")
     args = parser.parse_args(argv)
     trace = hashlib.sha256()
     began = time.perf_counter()
-    steps = requests = preempted = void = 0
+    steps = requests = preempted = void = restored = 0
     reasons: dict[str, int] = {}
     index = args.episode or 0
     while steps < args.steps:
-        episode = Episode.make(f"{args.seed}/{index}", args.depth, has_windows=args.windows)
+        kinds = {"has_windows": args.windows, "has_states": args.states}
+        episode = Episode.make(f"{args.seed}/{index}", args.depth, **kinds)
         try:
             episode.run(args.episode_steps, trace)
         except Exception:
             print(f"failed after {episode.steps} steps of an episode; replay with:")
             seed = f"--seed {args.seed} --episode {index} --episode-steps {args.episode_steps} --depth {args.depth}"
-            seed += " --windows" if args.windows else ""
+            seed += " --windows" * args.windows + " --states" * args.states
             print(f"python -m tests.simulation.scheduler {seed}", flush=True)
             raise
         steps += episode.steps
         requests += len(episode.ended)
         preempted += episode.preempted
         void += episode.void
+        restored += episode.states.restored if episode.states is not None else 0
         for reason in episode.ended.values():
             reasons[reason] = reasons.get(reason, 0) + 1
         index += 1
@@ -533,7 +555,11 @@ def main(argv: list[str] | None = None) -> int:
             break
     seconds = time.perf_counter() - began
     ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
-    print(f"{steps} steps, {requests} requests ({ends}), {preempted} preemptions, {void} void rows: every check held")
+    restorations = f", {restored} sequences from a snapshot" if args.states else ""
+    print(
+        f"{steps} steps, {requests} requests ({ends}), {preempted} preemptions, {void} void rows{restorations}: "
+        "every check held"
+    )
     print(f"{steps / seconds:.0f} steps/s")
     print(f"trace {trace.hexdigest()}")
     return 0

@@ -24,6 +24,7 @@ LABELS = {
     "weights_bytes": "weights",
     "activation_bytes": "activations (maximum)",
     "graph_bytes": "CUDA graphs (maximum)",
+    "states_bytes": "states of linear attention",
     "kv_bytes_per_token": "KV cache per token",
     "memory_total_bytes": "device memory",
     "memory_available_bytes": "free device memory",

@@ -1,0 +1,20 @@
+"""Mixers: what a layer of a decoder may have in place of attention, between its projections."""
+
+from __future__ import annotations
+
+import torch
+
+from .delta_layer import DeltaNet
+from .short_conv import ShortConv
+from .states import LinearShape, MixerShape
+
+Mixer = DeltaNet | ShortConv
+
+
+def make_mixer(
+    shape: MixerShape | None, hidden: int, eps: float, dtype: torch.dtype, device: torch.device
+) -> Mixer | None:
+    """Return a layer's mixer, whose weights are to be read; None: it has attention. `eps`: of norms."""
+    if isinstance(shape, LinearShape):
+        return DeltaNet(shape, hidden, eps, dtype, device)
+    return None if shape is None else ShortConv(shape, dtype, device)
