@@ -127,6 +127,12 @@ QWEN3_5 = {
         "mrope_interleaved": True,
     },
 }
+QWEN3_5_MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
 QWEN_EYE = {
     "depth": 1,
     "hidden_size": 32,
@@ -433,6 +439,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 48,
         },
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**BASE, **QWEN_MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0], "decoder_sparse_step": 2},
+    ),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**BASE, **QWEN3_5, **QWEN3_5_MOE}),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        {"text_config": {**BASE, **QWEN3_5, **QWEN3_5_MOE}, "vision_config": QWEN_EYE, "tie_word_embeddings": True},
+    ),
     "qwen3_5": (
         "qwen3_5",
         {
@@ -454,6 +469,7 @@ PARTS = (
     "glm4v",
     "glm4v_moe",
     "qwen3_5",
+    "qwen3_5_moe",
 )  # whose text part is native
 FALLBACK = [name for name in MODELS if name not in NATIVE and name not in PARTS]
 FLOAT32_ONLY = (
@@ -473,6 +489,9 @@ FLOAT32_ONLY = (
     "granitemoe",
     "granitemoe-tied",
     "lfm2_moe",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_moe",
 )  # transformers' grouped products of experts refuse float64
 
 

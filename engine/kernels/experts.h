@@ -21,6 +21,7 @@ struct Mix {
   // In the room:
   float* logits = nullptr;     // [tokens, count]
   float* weights = nullptr;    // [tokens, active]
+  float* gates = nullptr;      // [tokens], of what is shared, if it has a gate
   int32_t* chosen = nullptr;   // [tokens, active]
   int32_t* places = nullptr;   // [tokens, active]: where a token's results are
   int32_t* sources = nullptr;  // [tokens * active]: the token of each result; those of an expert follow each other
@@ -40,7 +41,8 @@ struct Mix {
     take(logits, tokens * m.count), take(weights, tokens * m.active), take(chosen, tokens * m.active);
     take(places, tokens * m.active), take(sources, tokens * m.active), take(firsts, m.count + 1);
     take(gathered, tokens * hidden), take(inner, tokens * (m.inner > m.shared ? m.inner : m.shared));
-    take(shared, m.shared ? tokens * hidden : 0), take(results, tokens * m.active * hidden);
+    take(gates, m.shared_gate.multiply ? tokens : 0), take(shared, m.shared ? tokens * hidden : 0);
+    take(results, tokens * m.active * hidden);
     return at;
   }
 
@@ -89,10 +91,11 @@ struct Mix {
 
   void combine(int64_t token) const {
     Number* row = x + token * hidden;
+    const V gate = m.shared_gate.multiply ? sigmoid(set1(gates[token])) : set1(1.0f);
     for (int64_t i = 0; i < hidden; i += LANES) {
       const int64_t rest = hidden - i;
       V total = get(row + i, rest);
-      if (m.shared) total = add(total, get(shared + token * hidden + i, rest));
+      if (m.shared) total = add(total, mul(get(shared + token * hidden + i, rest), gate));
       for (int64_t pair = token * m.active; pair < (token + 1) * m.active; ++pair)
         total = add(total, mul(get(results + places[pair] * hidden + i, rest), set1(weights[pair])));
       put(row + i, total, rest);
@@ -135,6 +138,7 @@ struct Mix {
     if (m.shared) {
       failed |= m.shared_gate_up.apply(normed, nullptr, inner, tokens, threads);
       failed |= m.shared_down.apply(inner, nullptr, shared, tokens, threads);
+      if (m.shared_gate.multiply) failed |= m.shared_gate.apply(normed, nullptr, gates, tokens, threads);
     }
     each_token<&Mix::combine>();
     return failed;

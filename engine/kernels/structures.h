@@ -87,6 +87,7 @@ struct Mixture {
   const Multiplied *gate_ups, *downs;      // of each expert
   Multiplied router;                       // its results are float32
   Multiplied shared_gate_up, shared_down;  // of an MLP for all tokens, if `shared` is not 0
+  Multiplied shared_gate;                  // to one float32 number, by whose sigmoid that is multiplied; or null
   const float* correction;                 // [count], added to sigmoids when experts are chosen; or null
   int64_t count, active;                   // experts, and those of a token
   int64_t inner, shared;                   // inner sizes of an expert, and of the MLP
@@ -137,4 +138,5 @@ struct Delta {
   int64_t window_stride, matrix_stride;  // from a state to the next, in numbers
   int64_t qkvz_stride, gates_stride;     // from a token to the next, in numbers
   float eps;
+  int32_t is_tiled;                      // see LinearShape in models/states.py
 };

@@ -118,6 +118,7 @@ class Mixture(ctypes.Structure):
         ("router", Multiplied),
         ("shared_gate_up", Multiplied),
         ("shared_down", Multiplied),
+        ("shared_gate", Multiplied),
         ("correction", ctypes.c_void_p),
         ("count", ctypes.c_int64),
         ("active", ctypes.c_int64),
@@ -203,6 +204,7 @@ class Delta(ctypes.Structure):
         ("qkvz_stride", ctypes.c_int64),
         ("gates_stride", ctypes.c_int64),
         ("eps", ctypes.c_float),
+        ("is_tiled", ctypes.c_int32),
     ]
 
 

@@ -190,6 +190,8 @@ class DecoderSpec:
             yield tuple(f"{start}{name}.weight" for name in mixer.small_names), mixer.small_rows, hidden
         if (experts := self.experts_of(layer)) is not None:
             yield (f"{start}{experts.names[0]}.weight",), (experts.count,), hidden
+            if experts.shared_gate:
+                yield (f"{start}{experts.shared_gate}.weight",), (1,), hidden
         if self.inputs is not None:
             yield (f"{start}per_layer_input_gate.weight",), (self.inputs.size,), hidden
             yield (f"{start}per_layer_projection.weight",), (hidden,), self.inputs.size

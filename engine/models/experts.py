@@ -41,6 +41,7 @@ class ExpertsSpec:
     sigmoids: Sigmoids | None = None  # None: a softmax
     shared: int = 0  # intermediate size of the MLP beside the experts; 0: there is none
     shared_names: tuple[str, str, str] = ("", "", "")  # of its gate, up and down in checkpoints
+    shared_gate: str = ""  # see ExpertKeys
     is_beside: bool = False  # see ExpertKeys
     scale: float = 1.0  # of what the experts add to the residual stream
 
@@ -53,7 +54,8 @@ class ExpertsSpec:
         """Return the number of a layer's weights beside those of the experts' matrices."""
         biases = 1 + 2 * self.inner + hidden if self.has_bias else 0
         norms = 4 * hidden if self.is_beside else 0
-        return norms + self.count * (hidden + biases + (self.sigmoids is not None) + self.is_beside)
+        gate = hidden if self.shared_gate else 0
+        return gate + norms + self.count * (hidden + biases + (self.sigmoids is not None) + self.is_beside)
 
 
 class Experts:
@@ -88,6 +90,7 @@ class Experts:
         if spec.shared:
             gate_up = Gated(spec.shared, hidden, False, dtype, device, activation=activation)
             self.shared = gate_up, Linear(hidden, spec.shared, False, dtype, device)
+        self.shared_gate = Linear(1, hidden, False, dtype, device) if spec.shared_gate else None
         for down in (*self.downs, *(self.shared or ())[1:]):
             down.scale = spec.scale
 
@@ -112,10 +115,14 @@ class Experts:
         total = residual.to(weights.dtype)
         if self.shared is not None:
             gate_up, down = self.shared
-            total = total + down(gate_up(x))
+            total = total + self.gated(down(gate_up(x)), x)
         for result, weight in zip(results.view(len(x), active, -1).unbind(1), weights.unbind(1), strict=True):
             total = total + result * weight.unsqueeze(1)
         return total.to(x.dtype)
+
+    def gated(self, shared: Tensor, x: Tensor) -> Tensor:
+        """Return the output of the MLP of all tokens, times the sigmoid of its gate if it has one."""
+        return shared if self.shared_gate is None else shared * self._sigmoid(self.shared_gate(x)).to(shared.dtype)
 
     def _mixed(self, mixture: Mixture, x: Tensor, residual: Tensor) -> Tensor:
         """Return the result of our CPU kernel."""
@@ -140,11 +147,13 @@ class Experts:
         spec, sigmoids = self.spec, self.spec.sigmoids
         if self._kernels is None or self.scales is not None or (sigmoids is not None and sigmoids.groups > 1):
             return None
-        linears = [self.router, *(self.shared or ()), *self.gate_ups, *self.downs]
+        gates = [] if self.shared_gate is None else [self.shared_gate]
+        linears = [self.router, *gates, *(self.shared or ()), *self.gate_ups, *self.downs]
         found = [matmul for linear in linears if (matmul := linear.multiplied()) is not None]
         if len(found) < len(linears):
             return None
         router, *rest = found
+        gate = rest.pop(0) if gates else Multiplied()
         shared = [rest.pop(0), rest.pop(0)] if self.shared is not None else [Multiplied(), Multiplied()]
         self._matmuls = (Multiplied * len(rest))(*rest)
         address = ctypes.addressof(self._matmuls)
@@ -154,6 +163,7 @@ class Experts:
             address + spec.count * ctypes.sizeof(Multiplied),
             router,
             *shared,
+            gate,
             correction,
             spec.count,
             spec.active,
@@ -181,12 +191,7 @@ class Experts:
     def _by_sigmoids(self, logits: Tensor, how: Sigmoids) -> tuple[Tensor, Tensor]:
         """Return the sigmoids of each token's experts, and their numbers: [tokens, active]."""
         assert self.correction is not None
-        if self._kernels is not None and logits.dtype == torch.float32:
-            # torch's sigmoid depends on a number's position in the tensor.
-            scores = logits.contiguous()
-            self._kernels.sigmoid(scores.data_ptr(), scores.numel())
-        else:
-            scores = torch.sigmoid(logits)
+        scores = self._sigmoid(logits)
         ranked = scores + self.correction
         if how.groups > 1:
             groups = ranked.unflatten(-1, (how.groups, -1))
@@ -196,6 +201,14 @@ class Experts:
             ranked = groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
         chosen = ranked.topk(self.spec.active, -1).indices
         return scores.gather(1, chosen), chosen
+
+    def _sigmoid(self, x: Tensor) -> Tensor:
+        """Return the sigmoid of each number; x may be overwritten."""
+        if self._kernels is None or x.dtype != torch.float32:
+            return torch.sigmoid(x)
+        x = x.contiguous()  # torch's sigmoid depends on a number's position in the tensor
+        self._kernels.sigmoid(x.data_ptr(), x.numel())
+        return x
 
     def parts(self, prefix: str) -> list[tuple[str, Linear, int, int]]:
         """Return checkpoint names and places of the weights, as Layer.parts."""
@@ -209,6 +222,8 @@ class Experts:
             gate, up, down = (prefix + name for name in self.spec.shared_names)
             (gate_up, last), inner = self.shared, self.spec.shared
             found += [(gate, gate_up, 0, inner), (up, gate_up, inner, 2 * inner), (down, last, 0, len(last.weight))]
+        if self.shared_gate is not None:
+            found.append((prefix + self.spec.shared_gate, self.shared_gate, 0, 1))
         return found
 
     def pack(
@@ -218,12 +233,13 @@ class Experts:
         importance: Tensor | None,
         in_file: Mapping[Linear, InFile],
     ) -> None:
-        """Pack the weights, see Layer.pack. The router is small, and decides much: it is not quantized.
+        """Pack the weights, see Layer.pack. The router and the gate are small, and decide much: they are not quantized.
 
         `importance`: of the columns of the experts' first weights, see Quantized.
         """
         self._kernels = kernels
-        self.router.pack(kernels, wide=True, in_file=in_file.get(self.router))
+        for linear in (self.router, *([] if self.shared_gate is None else [self.shared_gate])):
+            linear.pack(kernels, wide=True, in_file=in_file.get(linear))
         shared = [] if self.shared is None else [self.shared]
         pairs = [*zip(self.gate_ups, self.downs, strict=True), *shared]
         up = None if bits is None else Quantization(bits.others, importance, grouped=bits.grouped)

@@ -18,6 +18,7 @@ from .family import (
     Stacking,
 )
 
+SHARED_EXPERT = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
 FAMILIES = {
     "LlamaForCausalLM": Family(mlp_bias=True),
     "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, kv_heads=8, max_positions=131072, window=4096),
@@ -256,6 +257,18 @@ FAMILIES = {
             ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
         ),
     ),
+    "Qwen2MoeForCausalLM": Family(
+        qkv_bias=True,
+        output_bias=False,
+        kv_heads=16,
+        max_positions=32768,
+        experts=ExpertKeys(
+            ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+            shared=SHARED_EXPERT,
+            shared_inner="shared_expert_intermediate_size",
+            shared_gate="mlp.shared_expert_gate",
+        ),
+    ),
     "Qwen3VLMoeTextModel": Family(
         qk_norm="head",
         max_positions=128000,
@@ -371,6 +384,24 @@ FAMILIES["Qwen3_5ForCausalLM"] = Family(
     norm=NormKind(offset=1.0, is_wide=True),
     gates_attention=True,
     mixer="linear",
+)
+FAMILIES["Qwen3_5MoeForCausalLM"] = replace(
+    FAMILIES["Qwen3_5ForCausalLM"],
+    kv_heads=2,
+    inner="shared_expert_intermediate_size",  # no layer has an MLP alone
+    experts=ExpertKeys(
+        ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        stacking=Stacking(divided="gate_up_proj"),
+        is_normalized=True,
+        shared=SHARED_EXPERT,
+        shared_inner="shared_expert_intermediate_size",
+        shared_gate="mlp.shared_expert_gate",
+    ),
+)
+# The same in GGUF files, in which each expert has tensors of its own, and gate and up are two.
+FAMILIES["Qwen3_5MoeGguf"] = replace(
+    FAMILIES["Qwen3_5MoeForCausalLM"],
+    experts=replace_experts,
 )
 LFM2_NAMES = (
     (".operator_norm.", ".input_layernorm."),

@@ -32,6 +32,9 @@ class Stacking(NamedTuple):
     transposed: bool = False  # [experts, columns, rows]
     may_fit: bool = False  # or it is not transposed, as sizes then show: newer versions of transformers write both
     alternating: bool = False  # rows of gate and up alternate; else those of the gate are first
+    # The last part of the name of a tensor with the rows of gate and up of each expert, which are two in the model; or
+    # each expert has tensors of its own.
+    divided: str = ""
 
 
 class ExpertKeys(NamedTuple):
@@ -49,8 +52,11 @@ class ExpertKeys(NamedTuple):
     # Weights are sigmoids times routed_scaling_factor; experts are chosen by them plus a bias, from the topk_group best
     # of n_group groups. Otherwise weights are a softmax.
     has_sigmoids: bool = False
-    # Names of gate, up and down of the n_shared_experts experts of all tokens, which are one MLP.
+    # Names of gate, up and down of the experts of all tokens, which are one MLP: of n_shared_experts experts, or of the
+    # size that a key names.
     shared: tuple[str, str, str] | None = None
+    shared_inner: str = ""
+    shared_gate: str = ""  # the name of a projection to one number, by whose sigmoid that MLP's output is multiplied
     first_dense: int = 0  # default of the next key: layers that have an MLP instead; 0: it is not read
     first_dense_key: str = "first_k_dense_replace"
     has_bias: bool = False  # of router and experts

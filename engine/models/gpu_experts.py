@@ -65,7 +65,7 @@ class RoutedExperts:
         shared = None
         if self._experts.shared is not None:
             gate_up, down = self._experts.shared
-            shared = down(gated(gate_up.product(normed), self._activation))
+            shared = self._experts.gated(down(gated(gate_up.product(normed), self._activation)), normed)
         launch(gpu_kernels("experts").combine, (tokens, -(-size // self._combine_constants["TILE"])),
             x, results, weights, x if shared is None else shared,
             constants=self._combine_constants, **dependence(x.device),

@@ -15,7 +15,7 @@ from ..types import ModelError
 from . import mixer_shapes
 from .decoder_spec import InputsSpec, LayerShape, Scales
 from .experts import ExpertsSpec, Sigmoids
-from .family import Family, ScaleKey
+from .family import ExpertKeys, Family, ScaleKey
 from .keys import count_of, number, whole
 from .layers import ACTIVATIONS, Clamp
 from .rope import SCALINGS, Rope, read_rope, rope_parameters, scaling_type
@@ -32,8 +32,8 @@ def unsupported(source: Mapping[str, Any], architecture: str, family: Family) ->
     bidirectional = source.get("use_bidirectional_attention")
     if source.get("is_causal") is False or (bidirectional and bidirectional != "vision"):
         return "the native implementation has no bidirectional attention"
-    if source.get("use_sliding_window") and architecture == "Qwen3MoeForCausalLM":
-        return "the native implementation has no sliding windows for Qwen3MoeForCausalLM"
+    if source.get("use_sliding_window") and architecture in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+        return f"the native implementation has no sliding windows for {architecture}"
     if family.may_lack_attention and set(map(str, _kinds(source))) - {"attention", "full_attention"}:
         return f"the native implementation has only layers with attention for {architecture}"
     if family.mixer == "linear" and activation not in ("silu", "swish"):
@@ -333,9 +333,19 @@ def experts(source: Mapping[str, Any], family: Family, num_layers: int) -> Exper
         is_beside=keys.is_beside,
         scale=_scale(source, family.scales.residual, 1.0),
         sigmoids=_sigmoids(source, count, active) if keys.has_sigmoids else None,
-        shared=inner * count_of(source, "n_shared_experts", 1, maximum=MAX_SIZE // inner) if keys.shared else 0,
+        shared=_shared(source, keys, inner),
+        shared_gate=keys.shared_gate,
         shared_names=keys.shared or ("", "", ""),
     )
+
+
+def _shared(source: Mapping[str, Any], keys: ExpertKeys, inner: int) -> int:
+    """Return the intermediate size of the MLP beside the experts; 0: there is none."""
+    if keys.shared is None:
+        return 0
+    if keys.shared_inner:
+        return whole(source, keys.shared_inner, maximum=MAX_SIZE)
+    return inner * count_of(source, "n_shared_experts", 1, maximum=MAX_SIZE // inner)
 
 
 def _sigmoids(source: Mapping[str, Any], count: int, active: int) -> Sigmoids:

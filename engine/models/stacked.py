@@ -44,7 +44,9 @@ class StackedCheckpoint(Checkpoint):
         self._keys, self._hidden = keys, hidden
         gate, *others = (name.partition(".{}.") for name in keys.names[1:] if name)
         self._joined = gate[2]  # the last part of the names of gate and up
-        lasts = "|".join(re.escape(name[2]) for name in (gate, *others))
+        self._divided = keys.stacking.divided if keys.stacking is not None else ""
+        self._halves = gate[2], others[0][2]
+        lasts = "|".join(re.escape(last) for last in (self._divided, *(name[2] for name in (gate, *others))) if last)
         pattern = re.compile(rf"(.*{re.escape(gate[0])})\.({lasts})({'|'.join(map(re.escape, ENDS))})")
         for name, entry in list(self.entries.items()):
             if (found := pattern.fullmatch(name)) and len(entry.shape) == ENDS[found[3]][0] and entry.shape[0]:
@@ -80,6 +82,15 @@ class StackedCheckpoint(Checkpoint):
         assert self._keys.stacking is not None
         count, shape = entry.shape[0], entry.shape[1:]
         size = entry.num_bytes // count
+        if last == self._divided:
+            if shape[0] % 2:
+                raise ModelError(f"{entry.file} has experts with {shape[0]} rows of gate and up, which is odd")
+            for place in range(2 * count):
+                expert, half = divmod(place, 2)
+                name = f"{prefix}.{expert}.{self._halves[half]}.{ENDS[end][1]}"
+                where = entry.file, entry.offset + place * (size // 2), size // 2, entry.dtype
+                yield name, Entry(*where, (shape[0] // 2, *shape[1:]))
+            return
         transposed = self._keys.stacking.transposed and end == ""
         if self._keys.stacking.may_fit and shape[-1 if last == self._joined else 0] == self._hidden:
             transposed = False

@@ -256,6 +256,7 @@ MIXTURES = [
     "qwen3_vl_moe",
     "granitemoe",
     "glm4_moe",
+    "qwen2_moe",
     "gemma4_text-experts",
 ]
 

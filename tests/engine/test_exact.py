@@ -82,6 +82,8 @@ async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, i
         ("gemma4_text-experts", "float32", "int4", "int8"),
         ("lfm2", "bfloat16", "none", "auto"),
         ("lfm2_moe", "bfloat16", "int8", "auto"),
+        ("qwen2_moe", "float32", "none", "auto"),
+        ("qwen3_5_moe_text", "bfloat16", "int8", "auto"),
         ("qwen3_5_text", "float32", "none", "auto"),
         ("qwen3_5_text", "bfloat16", "none", "auto"),
         ("qwen3_5_text-listed", "bfloat16", "int8", "int8"),

@@ -243,7 +243,7 @@ def test_sliding_windows_of_qwen3_moe_are_left_to_transformers():
 
 def test_every_family_with_experts_names_their_four_tensors():
     named = [family.experts.names for family in FAMILIES.values() if family.experts]
-    assert len(named) == 12
+    assert len(named) == 14
     for router, gate, up, down in named:
         assert "{}" not in router and all(name.count("{}") == 1 for name in (gate, down, up or gate))
 
@@ -270,6 +270,25 @@ def test_experts_in_one_tensor_are_divided_into_those_of_each(tmp_path):
         checkpoint.fill(found, lambda _: None)
         assert all(torch.equal(found[f"{start}.{expert}.{name}"], tensor) for name, tensor in want.items())
     assert not [name for name in checkpoint.entries if name.startswith(f"{start}.4")]
+    checkpoint.close()
+
+
+def test_gate_and_up_of_each_expert_may_be_one_tensor_or_two(tmp_path):
+    folder = make("qwen3_5_moe_text", tmp_path / "two")
+    tensors = load_file(folder / "model.safetensors")
+    of_two = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+    for layer in range(3):
+        start = f"model.layers.{layer}.mlp.experts"
+        parts = [[tensors.pop(f"{start}.{i}.{name}_proj.weight") for i in range(8)] for name in ("gate", "up", "down")]
+        gate, up, down = (torch.stack(part) for part in parts)
+        tensors[f"{start}.gate_up_proj"], tensors[f"{start}.down_proj"] = torch.cat([gate, up], 1), down
+    (tmp_path / "one").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "one")
+    save_file(tensors, tmp_path / "one" / "model.safetensors")
+    _, checkpoint = models.examine(tmp_path / "one", EngineConfig(model=str(tmp_path / "one")))
+    found = {name: torch.empty_like(tensor) for name, tensor in of_two.items()}
+    checkpoint.fill(found, lambda _: None)
+    assert all(torch.equal(found[name], tensor) for name, tensor in of_two.items())
     checkpoint.close()
 
 
