@@ -44,7 +44,12 @@ class Constant:
 
     def __init__(self, rows: int) -> None:
         self.spec = types.SimpleNamespace(
-            vocab_size=VOCAB, layers=LAYERS, groups=CacheGroups(), dtype=torch.float32, cache_dtype=torch.float32
+            vocab_size=VOCAB,
+            layers=LAYERS,
+            mixers=[],
+            groups=CacheGroups(),
+            dtype=torch.float32,
+            cache_dtype=torch.float32,
         )
         self.sinks: dict[str, torch.Tensor] = {}
         self.product = Choice(None)
