@@ -398,11 +398,6 @@ FAMILIES["Qwen3_5MoeForCausalLM"] = replace(
         shared_gate="mlp.shared_expert_gate",
     ),
 )
-# The same in GGUF files, in which each expert has tensors of its own, and gate and up are two.
-FAMILIES["Qwen3_5MoeGguf"] = replace(
-    FAMILIES["Qwen3_5MoeForCausalLM"],
-    experts=replace_experts,
-)
 LFM2_NAMES = (
     (".operator_norm.", ".input_layernorm."),
     (".ffn_norm.", ".post_attention_layernorm."),
