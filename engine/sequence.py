@@ -48,8 +48,7 @@ class Sequence:
     status: Status = Status.WAITING
     new_to_runner: bool = True  # its next row carries all block ids
     num_sent_blocks: int = 0  # block ids that the runner has
-    restored: int = -1  # the snapshot that its next row continues from, see snapshots.py
-    saved: Ids[tuple[int, int]] = ()  # the snapshots that its next row takes
+    snapshots: tuple[int, Ids[tuple[int, int]]] | None = None  # of its next row
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first start
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens from the second on
     has_started: bool = False  # at least once
@@ -163,11 +162,11 @@ class Sequence:
         if self.num_sent_blocks < len(self.block_ids):
             new_block_ids = self.block_ids[self.num_sent_blocks :]
             self.num_sent_blocks = len(self.block_ids)
-        restored, saved, self.restored, self.saved = self.restored, self.saved, -1, ()
         if self.is_plain:
             if is_last:
                 self.sampled_length = end + 1
-            return Row(self.id, start, token_ids, new_block_ids, int(is_last), restored=restored, saved=saved)
+            row = Row(self.id, start, token_ids, new_block_ids, 1 if is_last else 0)
+            return row if self.snapshots is None else replace(row, snapshots=self.snapshots)
         scored = tokens[start + 1 : end + 1] if self.is_scored else ()
         pooling = self.pooling
         embeds = is_last and pooling is not None
@@ -183,8 +182,7 @@ class Sequence:
             scored=scored,
             num_hidden=0 if pooling is None or pools_logits else count if self.is_averaged else int(embeds),
             embeds=embeds,
-            restored=restored,
-            saved=saved,
+            snapshots=self.snapshots,
         )
 
     def append(self, sampled: Sampled) -> str | None:

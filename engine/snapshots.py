@@ -29,12 +29,13 @@ class _Taking:
     """The snapshots of a running sequence."""
 
     due: list[int]  # numbers of tokens, ascending, at which one will be taken; the ends of blocks
+    restored: int = -1  # the one that it continues from, until its first row is launched
     inflight: list[tuple[int, int]] = field(default_factory=list)  # those that steps in flight take, and the snapshots
     of_output: bytes = b""  # the hash of the last block of the output at whose end one was taken
 
 
 class SnapshotCache(PrefixCache):
-    """Owner of all snapshots, and of the sequences' `restored` and `saved`.
+    """Owner of all snapshots, and of the sequences' `snapshots`.
 
     A snapshot is an index in [0, count). It is **free**, **taken** (a step in flight writes it) or **published**: it
     has the hash of the block at whose end it was taken, and can be found until it is the least recently used one and
@@ -111,8 +112,8 @@ class SnapshotCache(PrefixCache):
             return
         if hits:
             block_hash = self.block_hash(seq, len(hits) - 1)
-            seq.restored = self._of[block_hash] = self._of.pop(block_hash)  # now the most recently used
-            self._pinned[seq.restored] += 1
+            taking.restored = self._of[block_hash] = self._of.pop(block_hash)  # now the most recently used
+            self._pinned[taking.restored] += 1
         places = {blocks * seq.block_size for blocks in (self._num_found(seq), self._most(seq))}
         taking.due = sorted(place for place in places if place > seq.capacity)
 
@@ -132,10 +133,10 @@ class SnapshotCache(PrefixCache):
                 if (snapshot := self._take()) is not None:
                     saved.append((place, snapshot))
             taking.inflight += saved
-            seq.saved = tuple(saved)
+            seq.snapshots = (taking.restored, saved) if saved or taking.restored >= 0 else None
         # From here on a snapshot that this step reads can be assigned again: to a later step.
         for seq in chosen:
-            self._unpin(seq)
+            self._unpin(self._taking[seq.id])
 
     def _take(self) -> int | None:
         """Return a free snapshot, or the least recently used one, which then cannot be found; None: all are in use."""
@@ -144,10 +145,11 @@ class SnapshotCache(PrefixCache):
         found = next((block_hash for block_hash, each in self._of.items() if not self._pinned[each]), None)
         return None if found is None else self._of.pop(found)
 
-    def _unpin(self, seq: Sequence) -> None:
-        if seq.restored >= 0:
-            self._pinned[seq.restored] -= 1
+    def _unpin(self, taking: _Taking) -> None:
+        if taking.restored >= 0:
+            self._pinned[taking.restored] -= 1
             self._pinned += Counter()  # drops zeros
+            taking.restored = -1
 
     def publish(self, seq: Sequence) -> None:
         super().publish(seq)
@@ -172,9 +174,10 @@ class SnapshotCache(PrefixCache):
         super().release(seq, step)
         del self._running[seq.id]
         # A step in flight may write to these; the next step that is assigned one writes to it after that.
-        self._free += [snapshot for _, snapshot in self._taking.pop(seq.id).inflight]
-        self._unpin(seq)
-        seq.restored, seq.saved = -1, ()
+        taking = self._taking.pop(seq.id)
+        self._free += [snapshot for _, snapshot in taking.inflight]
+        self._unpin(taking)
+        seq.snapshots = None
 
     def check(self, running: Ids[Sequence]) -> None:
         super().check(running)
@@ -182,7 +185,7 @@ class SnapshotCache(PrefixCache):
         everything = [*self._free, *self._of.values(), *taken]
         assert sorted(everything) == list(range(self.count)), "a snapshot is in no list or in two"
         assert self._taking.keys() == {seq.id for seq in running}, "a sequence that does not run takes snapshots"
-        pinned = Counter(seq.restored for seq in running if seq.restored >= 0)
+        pinned = Counter(taking.restored for taking in self._taking.values() if taking.restored >= 0)
         assert pinned == self._pinned, "a snapshot is pinned for no sequence"
 
 

@@ -36,12 +36,12 @@ class StateInputs:
     def _segments(self, row: Row, slot: int) -> list[tuple[int, int, int]]:
         """Return the number of tokens, the source and the target of each segment of a row."""
         source = slot if row.start else -1
-        if row.restored >= 0:
-            source = self._max_seqs + row.restored
-        if not row.saved:
+        if row.snapshots is None:
             return [(len(row.token_ids), source, slot)]
+        restored, saved = row.snapshots
+        source = source if restored < 0 else self._max_seqs + restored
         found, at = [], row.start
-        for end, snapshot in row.saved:
+        for end, snapshot in saved:
             target = self._max_seqs + snapshot
             found.append((end - at, source, target))
             source, at = target, end

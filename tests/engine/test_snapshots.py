@@ -28,7 +28,8 @@ def launch(cache: SnapshotCache, *counts: tuple[Sequence, int]) -> list[tuple[in
         assert cache.grow(seq, seq.start + count)
     cache.prepare(dict(counts))
     rows = [seq.launch(count) for seq, count in counts]
-    return [(row.restored, row.saved) for row in rows]
+    found = [row.snapshots or (-1, ()) for row in rows]
+    return [(restored, tuple(saved)) for restored, saved in found]
 
 
 def collect(cache: SnapshotCache, seq: Sequence, *sampled: int) -> None:

@@ -24,18 +24,19 @@ class FakeStates:
             self.of.pop(seq_id, None)
         for entered in batch.entered:
             assert entered.seq_id not in self.of, "a sequence entered twice"
-        read = {row.restored for row in batch.rows if row.restored >= 0}
-        written = [snapshot for row in batch.rows for _, snapshot in row.saved]
+        snapshots = [row.snapshots or (-1, ()) for row in batch.rows]
+        read = {restored for restored, _ in snapshots if restored >= 0}
+        written = [snapshot for _, saved in snapshots for _, snapshot in saved]
         assert len(set(written)) == len(written) and not read & set(written), "rows of a step share a snapshot"
-        for row in batch.rows:
+        for row, (restored, saved) in zip(batch.rows, snapshots, strict=True):
             salt, tokens = seen(row)
             before = self.of.get(row.seq_id, ("", []))
-            if row.restored >= 0:
+            if restored >= 0:
                 assert row.seq_id not in self.of, "a sequence is restored in the middle"
-                before = self.snapshots[row.restored]
+                before = self.snapshots[restored]
                 self.restored += 1
             assert not row.start or before == (salt, tokens[: row.start]), "a row continues from another past"
-            for end, snapshot in row.saved:
+            for end, snapshot in saved:
                 assert row.start < end <= row.end and end % self.block_size == 0, "a snapshot is not of this row"
                 self.snapshots[snapshot] = salt, tokens[:end]
             self.of[row.seq_id] = salt, tokens[: row.end]
