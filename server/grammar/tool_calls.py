@@ -15,7 +15,7 @@ from ..parsers.formats import CALL_DELIMITERS, DEEPSEEK, Formats
 from ..parsers.gemma import PREFIX
 from ..parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from ..parsers.parts import Schema
-from ..parsers.qwen_coder import END_FUNCTION, END_PARAMETER, FUNCTION, MAX_STEPS, PARAMETER, VALUE_ENDS, types
+from ..parsers.qwen_coder import END_FUNCTION, END_PARAMETER, FUNCTION, MAX_STEPS, NULLS, PARAMETER, VALUE_ENDS, types
 from ..parsers.references import referred
 from .gemma import Inexpressible, Writer
 from .rules import Lark, quoted
@@ -263,7 +263,8 @@ def _texts(schema: Any, shared: Schema) -> list[str] | None:
 
     Raises Inexpressible for strings that must follow a schema which texts between tags cannot follow.
     """
-    if "string" not in types({"properties": {"": schema}, **shared}, ""):
+    found = types({"properties": {"": schema}, **shared}, "")
+    if "string" not in found:
         return None
     texts: list[str] = []
     is_any = False
@@ -276,6 +277,8 @@ def _texts(schema: Any, shared: Schema) -> list[str] | None:
         for value in node.get("enum", [node.get("const")]):
             text = "null" if value is None else value
             if not isinstance(text, str) or any(end in text for end in VALUE_ENDS):
+                raise Inexpressible
+            if value in NULLS and "null" in found:  # the parser would take this string for null
                 raise Inexpressible
             if ("null" if value is None else "string") in kinds:
                 texts.append(text)

@@ -29,7 +29,10 @@ TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: 
 
 
 class Coder(Scanner):
-    """The outer delimiter may be missing: the model sometimes omits it."""
+    """The outer delimiter may be missing: the model sometimes omits it.
+
+    Inside reasoning a call begins only with the tag after its name: the model may just write about calls.
+    """
 
     opens = (CALL_DELIMITERS["qwen3_coder"][0], FUNCTION)
     closes = (END_FUNCTION, CALL_DELIMITERS["qwen3_coder"][1])
@@ -44,18 +47,22 @@ class Coder(Scanner):
         name, char = yield from self.name(char)
         if char != ">" or name not in self.tools:
             return char
+        tag = ""
+        if self.is_reasoning:
+            tag, char = yield from self._tag("", (yield from self.white((yield))))
+            if not tag:
+                return char
         emit = self.begin_call(name)
         emit("{")
-        char = yield
-        return (yield from self._parameters(self.tools[name], char, emit))
+        return (yield from self._parameters(self.tools[name], tag, char if tag else (yield), emit))
 
-    def _parameters(self, schema: Schema, char: str, emit: Callable[[str], None]) -> Script[str]:
+    def _parameters(self, schema: Schema, begun: str, char: str, emit: Callable[[str], None]) -> Script[str]:
         """Read all parameters. Arguments cut off by the end of the text stay open: half a call must not look whole.
 
         If a parameter occurs twice, its first value counts, which has been emitted before the second one begins.
+        `begun`: what has been read of the first tag.
         """
         names: set[str] = set()
-        begun = ""  # of a tag that has ended a value
         while True:
             self.record(begun, char)
             if not begun:
@@ -78,7 +85,7 @@ class Coder(Scanner):
 
     def _tag(self, begun: str, char: str) -> Script[tuple[str, str]]:
         """Read one of the two tags that may follow, or nothing. `begun`: the part that has been read."""
-        if begun == END_FUNCTION:
+        if begun.endswith(">"):
             return begun, char
         chars = [*begun]
         while char not in (END, "\n") and len(chars) < MAX_TAG:

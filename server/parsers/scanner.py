@@ -5,7 +5,8 @@ the character to look at first and returns the first character that it has not u
 text was split and nothing is read twice. END follows the last character; every script passes it on.
 
 White space next to a call's delimiters is not content, nor are line ends next to a block of reasoning. Text that turns
-out not to be a call is content, unchanged, and is not searched for other calls.
+out not to be a call is content, unchanged, and is not searched for other calls. Text inside a block of reasoning never
+is content, even after a call.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class Trimmer:
         self._trail = trail
         self._withheld: list[str] = []
 
+    @property
+    def is_at_line_start(self) -> bool:
+        """Whether the next character begins a line; line ends must be among those of `trail`."""
+        return self.is_empty or self._withheld[-1:] in (["\n"], ["\r"])
+
     def add(self, chars: Iterable[str]) -> None:
         for char in chars:
             if self.is_empty and not self._withheld and char in self._lead:
@@ -63,7 +69,7 @@ class Scanner:
     opens: tuple[str, ...] = ()  # delimiters that begin a call
     closes: tuple[str, ...] = ()  # delimiters that are dropped after a call
     bare: frozenset[str] = NOTHING  # characters that may begin a call at the start of the content
-    unclosed: tuple[str, ...] = ()  # delimiters that begin a call inside reasoning, too, which the call then ends
+    unclosed: tuple[str, ...] = ()  # delimiters that begin a call at the start of a line of the reasoning, too
 
     def __init__(
         self,
@@ -105,7 +111,8 @@ class Scanner:
         try:
             self._script.send(END)
         except StopIteration:
-            self.content.flush()
+            if not (self.content.is_empty and self.num_calls):  # only white space after a call
+                self.content.flush()
         return self._take()
 
     def script(self) -> Script[None]:
@@ -137,31 +144,51 @@ class Scanner:
         self.content = Trimmer(lambda text: self.emit(Reasoning, text), LINE_ENDS, LINE_ENDS)
         withheld = ""
         while True:
-            delimiter = yield from self.until((closes, *self.unclosed), char, self.content, withheld)
+            opens = self.opens if self.num_calls else self.unclosed  # the next call is less likely only mentioned
+            delimiters = (closes, *opens, *self._closing)
+            delimiter = yield from self.until(delimiters, char, self.content, withheld)
+            withheld = ""
             if delimiter in (END, closes):
                 break
-            self.record(delimiter, char := (yield))
-            char = yield from self.call(delimiter, char)
-            is_call = self._block is None
-            withheld = "" if is_call or char == END else self._begun(closes)
-            self.no_call(char, but=len(withheld))
-            if is_call:
-                return char
+            char = yield
+            if delimiter in self._closing:
+                self._close(delimiter)
+                self.content = self._more_reasoning()
+            elif self.content.is_at_line_start:
+                char, withheld = yield from self._call_or_reasoning(delimiter, char, delimiters)
+            else:  # only mentioned
+                self.content.add(delimiter)
         if delimiter == END:
-            self.content.flush()
             return END
-        self._end_reasoning()
+        self._block = None
+        self.is_reasoning = False
         self.content = self.next_content(LINE_ENDS)
         return (yield)
 
-    def _end_reasoning(self) -> None:
-        self._block = None
-        self.is_reasoning = False
+    def _call_or_reasoning(self, delimiter: str, char: str, delimiters: tuple[str, ...]) -> Script[tuple[str, str]]:
+        """Read a call, or what looks like one.
 
-    def _begun(self, delimiter: str) -> str:
+        Return the next character and, if a delimiter may have begun before it, that beginning.
+        """
+        num_calls = self.num_calls
+        self.record(delimiter, char)
+        char = yield from self.call(delimiter, char)
+        if self.num_calls > num_calls:
+            self.is_reasoning = True
+            self.content = self._more_reasoning()
+        withheld = "" if char == END else self._begun(delimiters)
+        self.no_call(char, but=len(withheld))
+        return char, withheld
+
+    def _more_reasoning(self) -> Trimmer:
+        """Return the piece of reasoning after a call. The white space before it separates it from the piece before."""
+        return Trimmer(lambda text: self.emit(Reasoning, text), NOTHING, WHITE)
+
+    def _begun(self, delimiters: tuple[str, ...]) -> str:
         """Return the beginning of a delimiter with which the record ends, before the character to be read next."""
         record = "".join((self._record or [])[:-1])
-        return next((delimiter[:n] for n in range(len(delimiter) - 1, 0, -1) if record.endswith(delimiter[:n])), "")
+        begun = (delimiter[:n] for delimiter in delimiters for n in range(1, len(delimiter)))
+        return max((text for text in begun if record.endswith(text)), key=len, default="")
 
     def emit(self, kind: type[Content] | type[Reasoning], text: str) -> None:
         self._parts.append(kind(text))
@@ -170,9 +197,7 @@ class Scanner:
         """Begin a call; return a function that emits more of its arguments."""
         index = self.num_calls
         self.num_calls += 1
-        if self.is_reasoning and self._block is not None:
-            self.closes = (*self.closes, self._block.closes)  # which the model may still write after the call
-            self._end_reasoning()
+        self.is_reasoning = False
         self._closing = self.closes
         self._record = None
         self.content = self.next_content(WHITE)
@@ -313,9 +338,12 @@ class Scanner:
             self._record = []  # the next text is that of a call
             return (yield from self._call_or_text(delimiter, (yield)))
         else:
-            self._closing = tuple(each for each in self._closing if each != delimiter)
+            self._close(delimiter)
             self.content = self.next_content(WHITE)
         return (yield)
+
+    def _close(self, delimiter: str) -> None:
+        self._closing = tuple(each for each in self._closing if each != delimiter)
 
     def _call_or_text(self, delimiter: str, char: str) -> Script[str]:
         """Read a call, or what looks like one."""

@@ -161,12 +161,26 @@ async def test_what_is_forced_thinks_only_where_the_template_lets_it(tmp_path: P
 
 
 @pytest.mark.parametrize("closes", ["\n</think>\n\n", "\n"], ids=["closed", "unclosed"])
-async def test_a_call_has_typed_arguments_and_ends_the_reasoning(folder: Path, closes: str) -> None:
+async def test_a_call_has_typed_arguments_and_interrupts_the_reasoning(folder: Path, closes: str) -> None:
     message, prompt = await choice(folder, f"Large.{closes}{CALL}", tools=[WEATHER])
     assert '"name": "weather"' in prompt
     assert (message["reasoning_content"], message["content"]) == ("Large.", None)
     [call] = message["tool_calls"]
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", ARGUMENTS)
+
+
+async def test_a_call_that_reasoning_mentions_is_none(folder: Path) -> None:
+    thoughts = "I could write <tool_call>\n<function=weather> here.\n<tool_call>\n<function=weather>\nBut no."
+    message, _ = await choice(folder, f"{thoughts}\n</think>\n\nNo tool is needed.", tools=[WEATHER])
+    assert (message["reasoning_content"], message["content"]) == (thoughts, "No tool is needed.")
+    assert "tool_calls" not in message
+
+
+async def test_reasoning_goes_on_after_a_call_until_it_is_closed(folder: Path) -> None:
+    message, _ = await choice(folder, f"Large.\n{CALL}\nMore.\n</think>\n\nYes.", tools=[WEATHER])
+    assert (message["reasoning_content"], message["content"]) == ("Large.\nMore.", "Yes.")
+    [call] = message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == ARGUMENTS
 
 
 async def test_streamed_arguments_come_piece_by_piece(folder: Path) -> None:

@@ -214,6 +214,10 @@ FIRST = {
         {"type": "object", "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}},
         {"type": "object", "properties": {"a": {"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}}},
         {"type": "object", "properties": {"a": {"enum": ["x", 1]}}},
+        {"type": "object", "properties": {"a": {"anyOf": [{"enum": ["None", "x"]}, {"type": "null"}]}}},
+        {"type": "object", "properties": {"a": {"type": ["string", "null"], "enum": ["null", "x"]}}},
+        {"type": "object", "properties": {"a": {"enum": ["None", None]}}},
+        {"type": "object", "properties": {"a": {"type": ["string", "null"], "const": "null"}}},
         {
             "type": "object",
             "properties": {"a": {"$ref": "#/$defs/a"}},
@@ -248,6 +252,7 @@ RIG = {"enum": ["bark", "brig"], "type": "string"}
         ({"anyOf": [{"$ref": "#/$defs/rig"}, {"type": "null"}]}, {"brig": "brig", "null": None}, ["ship"]),
         ({"type": ["string", "null"], "enum": ["bark", None]}, {"bark": "bark", "null": None}, ["brig"]),
         ({"type": "string", "enum": ["bark", None]}, {"bark": "bark"}, ["null"]),
+        ({"type": "string", "enum": ["None", "null"]}, {"None": "None", "null": "null"}, ["bark"]),
         ({"const": "bark", "type": "string"}, {"bark": "bark"}, ["null", "brig"]),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"5": 5, "null": None}, ["five"]),
         ({"type": "boolean"}, {"true": True}, ["True", "5"]),

@@ -51,9 +51,9 @@ def parser(formats: Formats, tools=TOOLS, opened=False):
     return message_parser(formats, tools=tools, opened=opened, new_id=lambda: f"call_{next(ids)}")
 
 
-def parts(formats: Formats, pieces, **options):
+def parts(formats: Formats, pieces, *, cut_before: str | None = None, **options):
     reader = parser(formats, **options)
-    return [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+    return [part for piece in pieces for part in reader.feed(piece)] + reader.finish(cut_before=cut_before)
 
 
 def read(formats: Formats, *pieces: str, **options) -> Message:
@@ -568,6 +568,15 @@ def test_text_that_ends_in_a_repeated_value_leaves_the_call_open():
 
 
 CODED = "<tool_call>\n<function=find_ship>\n<parameter=masts>\n3\n</parameter>\n</function>\n</tool_call>"
+UNENDED = CODED.removesuffix("</function>\n</tool_call>")
+
+
+def check_reasoning(text, reasoning, content, made, opened):
+    formats = Formats("qwen3_coder", "think")
+    text = text if opened else f"<think>\n{text}"
+    got = read(formats, text, opened=opened)
+    assert got == read(formats, *text, opened=opened)
+    assert (got.reasoning, got.content, calls(got)) == (reasoning, content, made)
 
 
 @pytest.mark.parametrize(
@@ -577,6 +586,12 @@ CODED = "<tool_call>\n<function=find_ship>\n<parameter=masts>\n3\n</parameter>\n
         (f"hm\n{CODED}\n{CODED}", "hm", "", ONE * 2),
         (f"hm\n{CODED}\n</think>\n\nso", "hm", "so", ONE),
         (f"hm\n{CODED}\n</think>\n\n{CODED}", "hm", "", ONE * 2),
+        (f"{CODED}{CODED}", "", "", ONE * 2),
+        (f"hm\n{CODED}\n{CODED[len('<tool_call>') :]}", "hm", "", ONE * 2),
+        (f"hm\n{CODED.removesuffix('</tool_call>')}{CODED}", "hm", "", ONE * 2),
+        (f"hm\n{UNENDED}</tool_call>\n</think>\n\nso", "hm", "so", ONE),
+        (f"hm\n{UNENDED}</think>\n\nso", "hm", "so", ONE),
+        ("<tool_call>\n<function=ring-bell.now>\n</function>\n</tool_call>\n", "", "", [("ring-bell.now", {})]),
         (f"hm <tool_call> hm\n</think>\n\n{CODED}", "hm <tool_call> hm", "", ONE),
         (f"hm <tool_call>\n{CODED}", "hm <tool_call>", "", ONE),
         ("<tool_call></think>so", "<tool_call>", "so", []),
@@ -587,15 +602,69 @@ CODED = "<tool_call>\n<function=find_ship>\n<parameter=masts>\n3\n</parameter>\n
     ],
 )
 @pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
-def test_a_call_of_qwen_ends_the_reasoning(text, reasoning, content, made, opened):
-    formats = Formats("qwen3_coder", "think")
-    text = text if opened else f"<think>\n{text}"
-    got = read(formats, text, opened=opened)
-    assert got == read(formats, *text, opened=opened)
-    assert (got.reasoning, got.content, calls(got)) == (reasoning, content, made)
+def test_qwen_calls_in_unclosed_reasoning(text, reasoning, content, made, opened):
+    check_reasoning(text, reasoning, content, made, opened)
 
 
-@pytest.mark.parametrize("end", range(len("hm\n<tool_call>\n<function=find_ship")))
+NAMED = "<tool_call>\n<function=find_ship>"
+
+
+@pytest.mark.parametrize(
+    "reasoning",
+    [
+        f"I could write {NAMED} here.\nBut no.",
+        f"Like `{CODED}`, they say.",
+        f"hm {CODED}",
+        f"  {CODED}",
+        NAMED,
+        f"hm\n{NAMED} here.\nBut no.",
+        f"hm\n{NAMED}\nhm\n</function>",
+        f"hm\n{NAMED}\n<parameter=\nhm>",
+        f"hm\n{NAMED}\n<parameters>\nhm",
+        f"hm\n{NAMED}\n{NAMED}\n</",
+    ],
+)
+@pytest.mark.parametrize("answer", ["", "so", CODED])
+@pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
+def test_a_call_that_reasoning_mentions_stays_reasoning(reasoning, answer, opened):
+    made = ONE if answer == CODED else []
+    content = "" if made else answer
+    check_reasoning(f"{reasoning}\n</think>\n\n{answer}", reasoning, content, made, opened)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning"),
+    [
+        (f"hm\n{CODED}\nBut no.", "hm\nBut no."),
+        (f"hm\n{CODED} But\nno.", "hm But\nno."),
+        (f"hm\n{CODED}\n{NAMED}\nBut no.", f"hm\n{NAMED}\nBut no."),
+        (f"hm\n{CODED.removesuffix('</tool_call>')}or\n</tool_call>\nno.", "hm\nor\nno."),
+        (f"hm\n{UNENDED}But no.", "hm\nBut no."),
+        (f"```\n{CODED}\n```", "```\n```"),
+    ],
+)
+@pytest.mark.parametrize("answer", ["", "so"])
+@pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
+def test_text_after_a_call_in_unclosed_reasoning_is_reasoning(text, reasoning, answer, opened):
+    check_reasoning(text + (answer and f"\n</think>\n\n{answer}"), reasoning, answer, ONE, opened)
+
+
+@PROPERTY
+@given(
+    st.lists(
+        st.sampled_from((*CODED.splitlines(keepends=True), *"\n<xa ", "</t", "</", "<parameter=", "</tool_call>"))
+    ),
+    st.lists(st.integers(0, 500)),
+    st.sampled_from((None, "", "</fu", "\n")),
+)
+def test_reasoning_that_is_not_closed_has_no_content(fragments, cuts, cut_before):
+    formats, text = Formats("qwen3_coder", "think"), "".join(fragments)
+    got = read(formats, text, opened=True, cut_before=cut_before)
+    assert got == read(formats, *split(text, cuts), opened=True, cut_before=cut_before)
+    assert got.content == ""
+
+
+@pytest.mark.parametrize("end", range(len("hm\n<tool_call>\n<function=find_ship>\n<parameter=masts>")))
 def test_a_call_that_is_cut_off_is_no_reasoning(end):
     reader = parser(Formats("qwen3_coder", "think"), opened=True)
     text = f"hm\n{CODED}"[:end]
