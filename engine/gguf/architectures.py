@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..bounds import MAX_SIZE
 from ..types import ModelError
-from . import gemma
-from .keys import FACTORS, Keys, windows_of
-
-LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-LISTS = {FACTORS, LONG_FACTORS, SHORT_FACTORS}  # tensors that become values of config.json
+from . import gemma, mixers
+from .keys import Keys, windows_of
+from .mixers import check_sigmoids
+from .scaling import LOG_MULTIPLIER, LONG_FACTORS, SHORT_FACTORS
 
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.norm",  # of LFM2
     "output": "lm_head",
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
@@ -55,6 +54,12 @@ SHARED_EXPERTS = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+SHARED_EXPERT = {
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
 GEMMA4 = {
     "ffn_norm": "pre_feedforward_layernorm",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
@@ -74,13 +79,11 @@ PARAMETERS = {
     "layer_output_scale.weight": "layer_scalar",
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
 }
-MAX_FACTOR = 1 << 20  # of a linear scaling
-LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
-ATTENTION_FACTORS = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
-FACTOR_ERROR = 1e-4  # up to which an attention factor is the one that is computed: converters round it differently
-EXTRAPOLATION = "rope.scaling.yarn_ext_factor"  # a negative number leaves it to the program
-SIGMOID = 2  # as expert_gating_func
+NEGATIVE_EXPONENTIALS = {"ssm_a"}  # of which files have -exp(x)
+SINGLE_ROWS = {"ffn_gate_inp_shexp"}  # matrices of one row, which some files have as vectors
 NORMS_AROUND = {"ffn_norm": "pre_feedforward_layernorm"}  # there is one after attention, too
 
 
@@ -148,9 +151,8 @@ def _gpt_oss(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _glm4moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    check_sigmoids(keys)
     unused = keys.number("nextn_predict_layers", 0)
-    if (gates := keys.number("expert_gating_func", SIGMOID)) != SIGMOID:
-        raise ModelError(f"the GGUF file's {keys.architecture}.expert_gating_func must be {SIGMOID}, not {gates}")
     return {
         "num_hidden_layers": config["num_hidden_layers"] - unused,
         "num_nextn_predict_layers": unused,
@@ -283,6 +285,40 @@ ARCHITECTURES = {
         names=LAYER_NAMES | QWEN_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
         has_experts=True,
     ),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        mixers.qwen35,
+        names=LAYER_NAMES | mixers.LINEAR_ATTENTION,
+        norm_shift=1.0,
+        rotates_partly=True,
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        mixers.qwen35moe,
+        names=LAYER_NAMES | mixers.LINEAR_ATTENTION | QWEN_EXPERTS | SHARED_EXPERT | {"ffn_gate_inp": "mlp.gate"},
+        norm_shift=1.0,
+        rotates_partly=True,
+        has_experts=True,
+    ),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM",
+        "lfm2",
+        mixers.lfm2,
+        names=LAYER_NAMES | mixers.SHORT_CONVOLUTIONS,
+        layers_differ=True,
+        eps=("attention.layer_norm_rms_epsilon", "norm_eps"),
+    ),
+    "lfm2moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        "lfm2_moe",
+        mixers.lfm2moe,
+        names=LAYER_NAMES | mixers.SHORT_CONVOLUTIONS | QWEN_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        has_experts=True,
+        layers_differ=True,
+        eps=("attention.layer_norm_rms_epsilon", "norm_eps"),
+    ),
     "olmoe": Architecture(
         "OlmoeForCausalLM",
         "olmoe",
@@ -366,61 +402,6 @@ def architecture_of(keys: Keys) -> Architecture:
     return found
 
 
-def scaling_of(keys: Keys, head_dim: int) -> dict[str, Any] | None:
-    """Return the rope_scaling of config.json, but for Phi-3's. Raises ModelError if the scaling is not supported."""
-    if FACTORS in keys.tensors:
-        factors = keys.floats(FACTORS, head_dim // 2)
-        return {
-            "rope_type": "longrope",
-            "short_factor": factors,
-            "long_factor": factors,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": keys.number("context_length"),
-        }
-    kind = keys.get("rope.scaling.type")
-    if keys.architecture == "phi3" and LONG_FACTORS in keys.tensors:
-        return None
-    if (value := keys.number(EXTRAPOLATION, 1.0)) not in (1.0, -1.0):
-        raise ModelError(f"the GGUF file's {keys.architecture}.{EXTRAPOLATION} of {value:.6g} is not supported")
-    attention = _attention_factor(keys, is_yarn=kind == "yarn")
-    if not LISTS.isdisjoint(keys.tensors):
-        raise ModelError("the GGUF file has factors of rotary frequencies that its architecture does not use")
-    if kind in (None, "linear"):  # older files have no type, and the factor by another name
-        factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 0))
-        if factor and not 1 <= factor <= MAX_FACTOR:
-            raise ModelError(f"the GGUF file's factor of rotary scaling is not from 1 to {MAX_FACTOR}")
-        return {"rope_type": "linear", "factor": factor} if factor else None
-    if kind == "none":
-        return None
-    if kind != "yarn":
-        raise ModelError(f"the GGUF file's rotary scaling {str(kind)[:64]!r} is not supported")
-    scaling = {
-        "rope_type": "yarn",
-        "factor": keys.number("rope.scaling.factor"),
-        "original_max_position_embeddings": keys.number("rope.scaling.original_context_length"),
-    }
-    given = {name: keys.number(f"rope.scaling.yarn_{name}", 0) for name in ("beta_fast", "beta_slow")}
-    given["attention_factor"] = attention
-    return scaling | {name: value for name, value in given.items() if value}
-
-
-def _attention_factor(keys: Keys, *, is_yarn: bool) -> float | None:
-    """Return attention_factor of config.json; None: the one that follows from the scaling.
-
-    Raises ModelError if the file names another.
-    """
-    given = {key: keys.number(key) for key in ATTENTION_FACTORS if keys.get(key) is not None}
-    if is_yarn and keys.architecture == "olmo2":  # whose converter copies the value of config.json
-        return next(iter(given.values()), None)
-    computed = 1.0
-    if is_yarn and not keys.number(LOG_MULTIPLIER, 0):
-        computed += 0.1 * math.log(max(1.0, keys.number("rope.scaling.factor")))
-    for key, value in given.items():
-        if min(abs(value - 1.0), abs(value - computed)) > FACTOR_ERROR:
-            raise ModelError(f"the GGUF file's {keys.architecture}.{key} of {value:.6g} is not supported")
-    return None
-
-
 def is_norm(name: str) -> bool:
-    """Return whether a tensor is the weight of a norm."""
-    return name.endswith("norm.weight")
+    """Return whether a tensor is the weight of a norm that `norm_shift` is added to."""
+    return name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")

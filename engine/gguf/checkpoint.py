@@ -38,6 +38,7 @@ class _Listed(Struct):
     num_bytes: Annotated[int, Meta(ge=0)]
     interleaved: Annotated[int, Meta(ge=0)]
     shift: float
+    is_negative_exponential: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class BlockEntry(Entry):
     type: int
     interleaved: int  # rows of a head, if the halves of each are interleaved; else 0
     shift: float  # added to its numbers
+    is_negative_exponential: bool  # of x there is -exp(x)
 
 
 class GgufCheckpoint(Checkpoint):
@@ -73,6 +75,7 @@ class GgufCheckpoint(Checkpoint):
                 each.type,
                 each.interleaved,
                 each.shift,
+                each.is_negative_exponential,
             )
             for name, each in listed.items()
         }
@@ -96,6 +99,10 @@ class GgufCheckpoint(Checkpoint):
                     piece = _numbers(heads[start : start + step], entry)
                     if entry.shift:
                         piece = piece.float() - entry.shift
+                    if entry.is_negative_exponential:
+                        if not (piece < 0).all():
+                            raise ModelError(f"{entry.file}: the numbers of the tensor {name} must be below 0")
+                        piece = (-piece.float()).log()
                     target[start : start + step].copy_(piece.view(target[start : start + step].shape))
                 progress(entry.num_bytes)
 

@@ -11,11 +11,21 @@ from typing import Any, NamedTuple
 
 from ..bounds import MAX_HEADS, MAX_LAYERS, MAX_SIZE
 from ..types import ModelError
-from .architectures import LISTS, LOOKED_UP, NAMES, PARAMETERS, architecture_of, is_norm, scaling_of
+from .architectures import (
+    LOOKED_UP,
+    NAMES,
+    NEGATIVE_EXPONENTIALS,
+    PARAMETERS,
+    SINGLE_ROWS,
+    architecture_of,
+    is_norm,
+)
 from .keys import Keys
+from .mixers import CONVOLUTIONS
 from .reader import PLAIN, TYPES, Model, TensorInfo
+from .scaling import LISTS, scaling_of
 
-LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias|scale)")
+LAYER = re.compile(r"blk\.(\d{1,5})\.(.+)")
 UNUSED = re.compile(r"^blk\.(\d{1,5})\.nextn\.")  # of layers that predict further tokens
 
 
@@ -25,6 +35,7 @@ class Stored(NamedTuple):
     tensor: TensorInfo
     interleaved: int  # rows of a head, if the halves of each are interleaved; else 0
     shift: float  # added to its numbers
+    is_negative_exponential: bool = False  # of x there is -exp(x)
 
 
 def config_of(model: Model) -> dict[str, Any]:
@@ -36,6 +47,8 @@ def config_of(model: Model) -> dict[str, Any]:
             f"GGUF files of the architecture {keys.architecture} with experts are not supported; use the model's "
             "safetensors files"
         )
+    if keys.get("attention.causal") is False:
+        raise ModelError("the GGUF file's model attends to later tokens, too, which is not supported")
     heads = keys.whole("attention.head_count", MAX_HEADS)
     hidden = keys.whole("embedding_length", MAX_SIZE)
     head_dim = keys.whole("attention.key_length", MAX_HEADS, hidden // heads)
@@ -50,7 +63,8 @@ def config_of(model: Model) -> dict[str, Any]:
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
         "hidden_size": hidden,
-        "intermediate_size": number("feed_forward_length"),
+        # Files of models whose layers all have experts may have no size of an MLP.
+        "intermediate_size": number("feed_forward_length", keys.get("expert_feed_forward_length")),
         "num_hidden_layers": keys.whole("block_count", MAX_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": number("attention.head_count_kv", heads),
@@ -60,7 +74,7 @@ def config_of(model: Model) -> dict[str, Any]:
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "vocab_size": embedding.shape[0] if embedding else keys.number("vocab_size"),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),  # the first layer may have no queries
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "hidden_act": "silu",
         "dtype": "float32" if _types(tensors) == {"F32"} else "bfloat16",
@@ -90,21 +104,32 @@ def checkpoint_names(model: Model) -> dict[str, Stored]:
     for name, tensor in model.tensors.items():
         if name in LISTS:
             continue
+        if len(tensor.shape) == 1 and (kind := TYPES[tensor.type].name) not in PLAIN:
+            raise ModelError(f"the GGUF file's vector {name[:64]} is in {kind}, which is not supported")
         found = LAYER.fullmatch(name)
-        own, _, kind = name.rpartition(".")
-        if found is not None and (parameter := PARAMETERS.get(f"{found[2]}.{kind}")):
-            named[f"model.layers.{found[1]}.{parameter}"] = Stored(tensor, 0, 0.0)
+        if found is not None and (parameter := PARAMETERS.get(found[2])):
+            named[f"model.layers.{found[1]}.{parameter}"] = Stored(tensor, 0, 0.0, found[2] in NEGATIVE_EXPONENTIALS)
             continue
-        if found is not None and found[2] in architecture.names:
-            own = f"model.layers.{found[1]}.{architecture.names[found[2]]}"
+        own, _, kind = name.rpartition(".")
+        in_layer = found[2].removesuffix(f".{kind}") if found is not None else ""
+        if found is not None and in_layer in architecture.names:
+            own = f"model.layers.{found[1]}.{architecture.names[in_layer]}"
         else:
             own = NAMES.get(own, UNUSED.sub(r"model.layers.\1.nextn.", own))
-        of_heads = found is not None and found[2] in ("attn_q", "attn_k")
+        shaped = replace(tensor, shape=_shape(in_layer, tensor.shape)) if kind == "weight" else tensor
+        of_heads = in_layer in ("attn_q", "attn_k")
         interleaved = head_dim if of_heads and architecture.is_interleaved else 0
         shift = architecture.norm_shift if is_norm(name) else 0.0
-        for own_name, part in _experts(own, tensor) if "{}" in own else [(own, tensor)]:
+        for own_name, part in _experts(own, shaped) if "{}" in own else [(own, shaped)]:
             named[f"{own_name}.{kind}"] = Stored(part, interleaved, shift)
     return named
+
+
+def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that a layer's weight has in checkpoints."""
+    if name in CONVOLUTIONS:
+        return shape[0], 1, *shape[1:]
+    return (1, *shape) if name in SINGLE_ROWS and len(shape) == 1 else shape
 
 
 def _experts(name: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
@@ -129,7 +154,7 @@ def _is_used(name: str, config: Mapping[str, Any]) -> bool:
     if (found := LAYER.fullmatch(name)) is None:
         return True
     layer, own = int(found[1]), layers - config.get("num_kv_shared_layers", 0)
-    return layer < own or (layer < layers and found[2] not in ("attn_k", "attn_v", "attn_k_norm"))
+    return layer < own or (layer < layers and not found[2].startswith(("attn_k.", "attn_v.", "attn_k_norm.")))
 
 
 def _numbers(tensors: Iterable[TensorInfo]) -> Counter[str]:

@@ -20,7 +20,7 @@ from .config import checkpoint_names, config_of
 from .reader import PART, files_of, read
 from .tokenizer import Vocabulary
 
-FORMAT = 5  # of the folders; another number makes new ones
+FORMAT = 6  # of the folders; another number makes new ones
 TENSORS = "tensors.json"
 
 
@@ -96,8 +96,9 @@ def _files(path: Path) -> dict[str, Any]:
             "num_bytes": tensor.num_bytes,
             "interleaved": interleaved,
             "shift": shift,
+            "is_negative_exponential": is_negative_exponential,
         }
-        for name, (tensor, interleaved, shift) in checkpoint_names(model).items()
+        for name, (tensor, interleaved, shift, is_negative_exponential) in checkpoint_names(model).items()
     }
     return {"config.json": config_of(model), **Vocabulary(model.metadata).files(), TENSORS: tensors}
 

@@ -19,6 +19,7 @@ WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 ENDS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = WORDS + r"\p{N}{1,3}" + ENDS
 QWEN2 = WORDS + r"\p{N}" + ENDS
+QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")  # marks are parts of words
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
 TEKKEN = CASED + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -26,15 +27,22 @@ SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 O200K = CASED.replace("|", SHORT + "|") + SHORT + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PATTERNS = {
     name: [LLAMA3]
-    for name in ("glm4", "chatglm-bpe", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3")
+    for name in ("glm4", "chatglm-bpe", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "lfm2")
 }
 PATTERNS |= {name: [DIGITS, GPT2] for name in ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")}
 PATTERNS |= {name: [QWEN2] for name in ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez")}
 PATTERNS |= {name: [GPT2] for name in ("gpt-2", "mpt", "olmo", "jais", "phi-2", "exaone4")}
-PATTERNS |= {"tekken": [TEKKEN], "gpt-4o": [O200K]}
-NORMALIZED = {"qwen2", "deepseek-r1-qwen", "command-r"}  # to Unicode's composed form
-WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # a word that is a token is not merged
-BEGUN = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # texts begin with bos if no key says otherwise
+PATTERNS |= {"tekken": [TEKKEN], "gpt-4o": [O200K], "qwen35": [QWEN35]}
+NORMALIZED = {"qwen2", "qwen35", "deepseek-r1-qwen", "command-r"}  # to Unicode's composed form
+WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "lfm2"}  # a word that is a token is not merged
+BEGUN = {
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "tekken",
+    "lfm2",
+}  # texts begin with bos if no key says otherwise
 # Tokens that end an answer though the file may name only one of them as its end.
 END_TOKENS = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",

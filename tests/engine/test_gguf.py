@@ -15,6 +15,7 @@ import tokenizers
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as ValueType
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
 from engine import ConfigError, EngineConfig, ModelError
 from engine.gguf import folder, reader
@@ -397,6 +398,13 @@ def test_texts_are_split_as_by_gpt_4o():
         "DON'T", " stop", ":", " HTTPServer's", " ", "123", "45", " caf\N{LATIN SMALL LETTER E WITH ACUTE}s",
         "\n\n", " ", " x", "/\n",
     ]  # fmt: skip
+
+
+def test_texts_are_split_as_by_qwen_3_5():
+    assert PATTERNS["qwen35"] == [PRETOKENIZE_REGEX]
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PRETOKENIZE_REGEX), "isolated")
+    word = "\N{DEVANAGARI LETTER KA}\N{DEVANAGARI VOWEL SIGN I}"  # a letter and a mark
+    assert [piece for piece, _ in split.pre_tokenize_str(f"{word} 12!")] == [word, " ", "1", "2", "!"]
 
 
 def test_a_sentencepiece_vocabulary_becomes_a_tokenizer(tmp_path):

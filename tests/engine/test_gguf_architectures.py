@@ -61,6 +61,12 @@ ARCHITECTURES = {
     "gemma4_unified_text": "gemma4",
     "ernie4_5": "ernie4_5",
     "olmoe": "olmoe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_text-listed": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "lfm2": "lfm2",
+    "lfm2-bias": "lfm2",
+    "lfm2_moe": "lfm2moe",
 }
 INTERLEAVED = {"llama", "smollm3", "granite", "granitemoe", "mistral3"}
 OWN_NAMES = {  # which the gguf package does not map
@@ -70,6 +76,7 @@ OWN_NAMES = {  # which the gguf package does not map
     "experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight",
 }
+RECURRENT = "attention.recurrent_layers"  # a key for which the gguf package has no method
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+\.(?:weight|bias))")
 
 
@@ -79,7 +86,7 @@ def settings_of(model: Any) -> dict[str, Any]:
         "context_length": MAX_LEN,
         "embedding_length": model.hidden_size,
         "block_count": model.num_hidden_layers,
-        "feed_forward_length": model.intermediate_size,
+        "feed_forward_length": getattr(model, "intermediate_size", None),
         "head_count": model.num_attention_heads,
         "head_count_kv": model.num_key_value_heads,
         "layer_norm_rms_eps": getattr(model, "rms_norm_eps", None),
@@ -140,6 +147,10 @@ def settings_of(model: Any) -> dict[str, Any]:
         found["rope_scaling_type"] = gguf.RopeScalingType.NONE
     if model.model_type.startswith("gemma4"):
         found |= of_gemma4(model)
+    if model.model_type.startswith("qwen3_5"):
+        found |= of_qwen35(model)
+    if model.model_type.startswith("lfm2"):
+        found |= of_lfm2(model)
     if model.model_type == "olmo3" or (model.model_type == "exaone4" and model.sliding_window):
         found["sliding_window_pattern"] = [kind == "sliding_attention" for kind in model.layer_types]
     return {key: value for key, value in found.items() if value is not None}
@@ -171,6 +182,67 @@ def of_gemma4(model: Any) -> dict[str, Any]:
     }
 
 
+def of_qwen35(model: Any) -> dict[str, Any]:
+    """Return the same of a Qwen3.5. All layers of one with experts have some, and none has an MLP alone."""
+    has_experts = model.model_type == "qwen3_5_moe_text"
+    return {
+        "feed_forward_length": None if has_experts else model.intermediate_size,
+        "ssm_conv_kernel": model.linear_conv_kernel_dim,
+        "ssm_state_size": model.linear_key_head_dim,
+        "ssm_group_count": model.linear_num_key_heads,
+        "ssm_time_step_rank": model.linear_num_value_heads,
+        "ssm_inner_size": model.linear_num_value_heads * model.linear_value_head_dim,
+        "full_attention_interval": 4,  # which the converter writes beside any list
+        RECURRENT: [kind == "linear_attention" for kind in model.layer_types],
+        "rope_dimension_count": int(model.head_dim * model.rope_parameters["partial_rotary_factor"]),
+        "rope_dimension_sections": [*model.rope_parameters["mrope_section"], 0],
+        "expert_shared_feed_forward_length": getattr(model, "shared_expert_intermediate_size", None),
+    }
+
+
+def of_lfm2(model: Any) -> dict[str, Any]:
+    """Return the same of an LFM2, whose layers with a convolution have no heads of keys."""
+    size = model.intermediate_size
+    found = {
+        "head_count_kv": [model.num_key_value_heads if kind == "full_attention" else 0 for kind in model.layer_types],
+        "shortconv_l_cache": model.conv_L_cache,
+        "layer_norm_rms_eps": model.norm_eps,
+    }
+    if model.model_type == "lfm2_moe":
+        return found | {
+            "leading_dense_block_count": model.num_dense_layers,
+            "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+        }
+    if model.block_auto_adjust_ff_dim:
+        size, multiple = int(model.block_ffn_dim_multiplier * int(2 * size / 3)), model.block_multiple_of
+        size = -(-size // multiple) * multiple
+    return found | {"feed_forward_length": size}
+
+
+def qwen35(name: str, numbers: torch.Tensor, model: Any) -> tuple[str, torch.Tensor]:
+    """Return a tensor of a Qwen3.5 as files have it."""
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        numbers = numbers + 1
+    _, _, own = name.partition(".linear_attn.")
+    keys, dim = model.linear_num_key_heads, model.linear_value_head_dim
+
+    def tiled(x: torch.Tensor, size: int) -> torch.Tensor:
+        return x.unflatten(0, (keys, -1, size)).transpose(0, 1).flatten(0, 2)
+
+    if own in ("in_proj_qkv.weight", "conv1d.weight"):
+        before = 2 * keys * model.linear_key_head_dim
+        numbers = torch.cat([numbers[:before], tiled(numbers[before:], dim)])
+    elif own == "out_proj.weight":
+        numbers = tiled(numbers.T, dim).T
+    elif own == "in_proj_z.weight":
+        numbers = tiled(numbers, dim)
+    elif own in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+        numbers = tiled(numbers, 1)
+    if own == "A_log":
+        numbers = -numbers.exp()
+    return name.replace("dt_bias", "dt_proj.bias"), numbers
+
+
 def write(
     folder: Path,
     path: Path,
@@ -189,7 +261,10 @@ def write(
     architecture, model = architecture or ARCHITECTURES[name], config(name)
     model.allow_global_per_layer_attribute_access = True  # of a Gemma 4, whose layers differ
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in {**settings_of(model), **changed}.items():
+    settings = {**settings_of(model), **changed}
+    if linear := settings.pop(RECURRENT, None):
+        writer.add_array(f"{architecture}.{RECURRENT}", linear)
+    for key, value in settings.items():
         if value is not None:
             getattr(writer, f"add_{key}")(value)
     rope = model.rope_parameters
@@ -217,16 +292,20 @@ def write(
     known = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(known, model.num_hidden_layers)
     experts: dict[str, list[np.ndarray]] = {}
-    for own, numbers in AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict().items():
+    state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    if architecture in ("qwen35", "qwen35moe"):
+        state = dict(qwen35(own, numbers, model) for own, numbers in state.items())
+    for own, numbers in state.items():
         if own == "lm_head.weight" and model.tie_word_embeddings:
             continue
         ending = next((ending for ending in OWN_NAMES if own.endswith(ending)), None)
         if architecture == "gemma4" and ending is not None:
             add(writer, f"blk.{own.split('.')[2]}.{OWN_NAMES[ending]}", numbers.numpy(), kind)
             continue
-        mapped = own.replace("block_sparse_moe", "mlp")
+        mapped = own.replace("block_sparse_moe", "mlp").replace("feed_forward.experts", "mlp.experts")
+        mapped = mapped.replace("expert_bias", "expert_bias.bias")
         for part_name, plain in parts(mapped, numbers, alternating=model.model_type == "gpt_oss"):
-            part = plain
+            part = plain.squeeze(1) if part_name.endswith(("conv.conv.weight", "conv1d.weight")) else plain
             found = EXPERT.fullmatch(part_name)
             if found is not None:
                 experts.setdefault(f"{found[1]}.{found[3]}", []).append(part.numpy())
@@ -308,6 +387,10 @@ def test_logits_are_those_of_the_model_that_was_converted(tmp_path, name):
         ("gemma3_text", Type.Q8_0),
         ("olmo2", Type.Q8_0),
         ("gemma4_text-small", Type.Q8_0),
+        ("qwen3_5_text", Type.Q8_0),
+        ("qwen3_5_moe_text", Type.Q8_0),
+        ("lfm2", Type.Q8_0),
+        ("lfm2_moe", Type.Q8_0),
     ],
 )
 async def test_blocks_are_computed_with_and_have_the_same_bits_alone_and_together(tmp_path, name, kind):
@@ -352,6 +435,24 @@ def test_the_table_of_the_layers_own_inputs_stays_in_its_blocks(tmp_path, monkey
         ("gemma4_text", {"key_length_swa": None}, "has no gemma4.attention.key_length_swa"),
         ("glm4", {"rope_dimension_sections": [2, 1, 1, 0]}, "GLM-4 models that read images are not supported"),
         ("ministral3", {"rope_scaling_type": None}, "attention.temperature_scale needs YaRN scaling"),
+        ("qwen3_5_text", {"ssm_time_step_rank": 3}, "ssm.inner_size of 64 is not that of 3 heads"),
+        ("qwen3_5_text", {"ssm_time_step_rank": 0}, "ssm.time_step_rank is not a whole number from 1"),
+        ("qwen3_5_text", {"ssm_inner_size": 0.5}, "ssm.inner_size is not a whole number from 1"),
+        ("qwen3_5_text", {"ssm_group_count": None}, "has no qwen35.ssm.group_count"),
+        ("qwen3_5_text", {"rope_dimension_count": 33}, "rope.dimension_count is not a whole number from 1 to 32"),
+        ("qwen3_5_text", {"nextn_predict_layers": 3}, "nextn_predict_layers is not a whole number from 0 to 2"),
+        ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval is not a whole number from 1"),
+        ("qwen3_5_text", {RECURRENT: [True]}, "attention.recurrent_layers is not a list of 3 flags"),
+        ("lfm2", {"head_count_kv": [1, 2, 0]}, "head_count_kv differs among layers that have any"),
+        ("lfm2", {"head_count_kv": [2, 0]}, "head_count_kv is not a list of 3 whole numbers"),
+        ("lfm2", {"shortconv_l_cache": None}, "has no lfm2.shortconv.l_cache"),
+        ("lfm2", {"sliding_window": 8}, "LFM2 models with sliding windows are not supported"),
+        (
+            "lfm2_moe",
+            {"expert_gating_func": gguf.ExpertGatingFuncType.SOFTMAX},
+            "lfm2moe.expert_gating_func must be 2, not 1",
+        ),
+        ("lfm2_moe", {"leading_dense_block_count": 4}, "leading_dense_block_count is not a whole number from 0 to 3"),
         ("cohere2", {"logit_scale": None}, "has no cohere2.logit_scale"),
         ("cohere2", {"layer_norm_eps": None}, "has no cohere2.attention.layer_norm_epsilon"),
         ("cohere2", {"sliding_window": 0}, "sliding_window is not a whole number from 1"),
@@ -452,6 +553,112 @@ def test_flags_of_another_number_of_layers_get_a_sentence(tmp_path):
     path = write(folder, tmp_path / "model.gguf", "olmo3", sliding_window_pattern=[True])
     with pytest.raises(ModelError, match=r"olmo2.attention.sliding_window_pattern is not a list of 5 flags"):
         folder_of(path)
+
+
+def test_older_files_of_qwen_3_5_have_an_interval_in_place_of_a_list(tmp_path):
+    folder = made("qwen3_5_text", tmp_path / "model")
+    older = write(folder, tmp_path / "older.gguf", "qwen3_5_text", **{RECURRENT: None}, full_attention_interval=2)
+    listed = write(folder, tmp_path / "listed.gguf", "qwen3_5_text")
+    one, other = ((folder_of(path) / "config.json").read_text() for path in (older, listed))
+    assert one == other
+
+
+@needs_library
+def test_layers_of_qwen_3_5_that_predict_further_tokens_are_not_read(tmp_path):
+    path = write(
+        made("qwen3_5_text", tmp_path / "model"),
+        tmp_path / "model.gguf",
+        "qwen3_5_text",
+        Type.Q8_0,
+        nextn_predict_layers=1,
+        block_count=4,
+        tensors={"blk.3.nextn.eh_proj.weight": (64, 128), "blk.3.attn_q.weight": (256, 64)},
+        **{RECURRENT: [True, False, True, False]},
+    )
+    model = load_model(EngineConfig(model=str(path)), fetch(str(path), weights=True).path)
+    assert isinstance(model, Decoder) and len(model.layers) == 3
+    assert model.weights_bytes == held(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "lfm2_moe"])
+@needs_library
+def test_weights_of_layers_with_states_take_the_planned_memory(tmp_path, name):
+    path = write(made(name, tmp_path / "model"), tmp_path / "model.gguf", name, Type.Q8_0)
+    model = load_model(EngineConfig(model=str(path)), fetch(str(path), weights=True).path)
+    assert model.weights_bytes == held(model)
+
+
+@needs_library
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.F32])
+def test_the_two_gates_of_linear_attention_may_have_different_types(tmp_path, monkeypatch, kind):
+    plain = add
+
+    def add_mixed(writer: gguf.GGUFWriter, name: str, numbers: np.ndarray, others: Type) -> None:
+        plain(writer, name, numbers, kind if name.endswith("ssm_alpha.weight") else others)
+
+    monkeypatch.setitem(globals(), "add", add_mixed)
+    folder = made("qwen3_5_text", tmp_path / "model")
+    path = write(folder, tmp_path / "model.gguf", "qwen3_5_text", Type.Q8_0)
+    model = load_model(EngineConfig(model=str(path)), fetch(str(path), weights=True).path)
+    ids = prompt(40, seed=1)
+    want, got = whole(oracle(folder, torch.float64), ids), Bench(model).step({0: ids})[0]
+    assert (got.double() - want).norm() < 0.15 * want.norm()
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, float("nan")])
+def test_decays_that_no_layer_has_get_a_sentence(tmp_path, monkeypatch, value):
+    plain = gguf.GGUFWriter.add_tensor
+
+    def add_tensor(writer, name, numbers, **kind):
+        plain(writer, name, np.full_like(numbers, value) if name == "blk.2.ssm_a" else numbers, **kind)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_tensor)
+    path = write(made("qwen3_5_text", tmp_path / "model"), tmp_path / "model.gguf", "qwen3_5_text")
+    with pytest.raises(
+        ModelError, match=r"model.gguf: the numbers of the tensor model.layers.2.\S*A_log must be below 0"
+    ):
+        load_model(EngineConfig(model=str(path), dtype="float32"), fetch(str(path), weights=True).path)
+
+
+def test_vectors_in_blocks_get_a_sentence(tmp_path, monkeypatch):
+    plain, blocks = gguf.GGUFWriter.add_tensor, {"raw_dtype": Type.Q8_0}
+
+    def add_tensor(writer, name, numbers, **kind):
+        is_norm = name == "output_norm.weight"
+        plain(writer, name, gguf.quantize(numbers, Type.Q8_0) if is_norm else numbers, **(blocks if is_norm else kind))
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_tensor)
+    path = write(made("qwen3", tmp_path / "model"), tmp_path / "model.gguf", "qwen3")
+    with pytest.raises(ModelError, match=r"vector output_norm.weight is in Q8_0, which is not supported"):
+        folder_of(path)
+
+
+def test_a_model_that_attends_to_later_tokens_gets_a_sentence(tmp_path):
+    folder = made("lfm2", tmp_path / "model")
+    path = write(folder, tmp_path / "model.gguf", "lfm2", causal_attention=False)
+    with pytest.raises(ModelError, match="attends to later tokens, too, which is not supported"):
+        folder_of(path)
+
+
+def test_the_gate_of_a_shared_expert_may_be_a_vector(tmp_path, monkeypatch):
+    """llama-quantize writes it so."""
+    plain = gguf.GGUFWriter.add_tensor
+
+    def add_tensor(writer, name, numbers, **kind):
+        plain(writer, name, numbers[0] if name.endswith("ffn_gate_inp_shexp.weight") else numbers, **kind)
+
+    folder = made("qwen3_5_moe_text", tmp_path / "model")
+    matrices = write(folder, tmp_path / "matrices.gguf", "qwen3_5_moe_text")
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_tensor)
+    vectors = write(folder, tmp_path / "vectors.gguf", "qwen3_5_moe_text")
+    ids = prompt(20, seed=1)
+    one, other = (
+        Bench(load_model(EngineConfig(model=str(path), dtype="float32"), fetch(str(path), weights=True).path)).step(
+            {0: ids}
+        )
+        for path in (matrices, vectors)
+    )
+    assert torch.equal(one[0], other[0])
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
