@@ -31,8 +31,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     scored: Ids[int] = ()  # prompt tokens that the first of these positions predict
     num_hidden: int = 0  # of the last positions: hidden states to pool instead, 1 for the last or all for their mean
     embeds: bool = False  # the prompt is complete: the step returns its vector
-    # See snapshots.py: the one that it continues from, -1: none; and ends of blocks in it, with those to write there.
-    snapshots: tuple[int, Ids[tuple[int, int]]] | None = None
+    snapshots: tuple[int, Ids[tuple[int, int]]] | None = None  # that it reads and writes, see SnapshotCache.prepare
 
     @property
     def end(self) -> int:

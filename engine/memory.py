@@ -56,7 +56,7 @@ class Plan:
     graph_bytes: int  # reserved for CUDA graphs
     kv_bytes_per_token: int  # in all layers
     num_blocks: int
-    states_bytes: int  # of layers of linear attention, with snapshots
+    states_bytes: int  # of sequences, with snapshots
     notes: tuple[str, ...]
     groups: CacheGroups
 
@@ -220,12 +220,12 @@ def _arrange(
     requested: EngineConfig,
     machine: Machine,
     backend: type[AttentionBackend],
-    activations: int | None = None,
+    measured: int | None = None,
 ) -> Plan:
     config = resolve(requested, machine.kind, spec.max_len)
     assert config.max_len and config.max_seqs and config.max_batched_tokens
     weights, groups = spec.weights_bytes, spec.groups
-    activations = activation_bytes(spec, config, backend) if activations is None else activations
+    activations = activation_bytes(spec, config, backend) if measured is None else measured
     block_bytes = groups.block_bytes(config.block_size, spec.kv_bytes_per_token)
     blocks_for = partial(groups.blocks_for, block_size=config.block_size, chunk=config.max_batched_tokens)
     graphs = graph_reserve(spec, config, backend).total
@@ -234,8 +234,13 @@ def _arrange(
     fixed = weights + activations + graphs
     given = block_bytes * config.num_blocks if config.num_blocks else config.kv_cache_memory or 0  # bytes of the cache
     available = _usable(machine) if given else _budget(machine, config)
-    config, notes = with_snapshots(spec, requested, config, available - fixed - given)
+    most = 0 if given else USEFUL * config.max_seqs * blocks_for(config.max_len) * block_bytes
+    seqs, (config, notes) = config.max_seqs, with_snapshots(spec, requested, config, available - fixed - given, most)
     assert config.max_len and config.max_seqs and config.max_batched_tokens
+    if config.max_seqs < seqs:  # which need less memory for activations, too
+        fewer = structs.replace(requested, max_seqs=config.max_seqs)
+        plan = _arrange(spec, fewer, machine, backend, measured)
+        return replace(plan, notes=(notes[0], *plan.notes))
     states = num_states(config) * spec.state_bytes
     fixed += states
     parts = f"weights of {_gb(weights)} and {_gb(activations)} of activations"

@@ -48,6 +48,7 @@ def plan(config: EngineConfig) -> dict[str, Any]:
         "activation_bytes": arranged.activation_bytes,
         "graph_bytes": arranged.graph_bytes or None,
         "states_bytes": arranged.states_bytes or None,
+        "num_snapshots": arranged.config.num_snapshots if arranged.states_bytes else None,
         "kv_bytes_per_token": arranged.kv_bytes_per_token,
         "memory_total_bytes": machine.total,
         "memory_available_bytes": machine.available,

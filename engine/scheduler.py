@@ -162,8 +162,7 @@ class Scheduler:
         for victim in victims:
             if victim.num_inflight:
                 return False
-            self._preempt(victim)
-            victim.gave_way = True
+            self._preempt(victim, gave_way=True)
             if self._can_start(starved):
                 break
         return True
@@ -243,13 +242,13 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, *, gave_way: bool = False) -> None:
         """Take all blocks from a running sequence; it waits, and will compute its tokens again."""
         assert not seq.num_inflight, "a step writes to the blocks of this sequence"
         self._leave(seq)
         seq.status = WAITING
         seq.num_computed = seq.start = seq.num_sent_blocks = 0
-        seq.new_to_runner = True
+        seq.new_to_runner, seq.gave_way = True, gave_way
         seq.preemptions += 1
         self.counters.preempted += 1
         self.waiting.add(seq)
@@ -386,7 +385,7 @@ class Scheduler:
         for seq in seqs:
             seq.start, seq.sampled_length = seq.num_computed, 0
             if self.cache.keeps_states and seq.status is RUNNING:  # the step may have changed its states
-                self._preempt(seq)
+                self._preempt(seq, gave_way=True)
         if may_fit:
             self.limits.separate()
             return []

@@ -57,7 +57,7 @@ class Sequence:
     last_token: float = 0.0
     preemptions: int = 0
     num_reported: int = -1  # preemptions in the stats that were last sent; -1: none were sent
-    gave_way: bool = False  # it was last preempted for another flow, and not because blocks ran out
+    gave_way: bool = False  # it was last preempted for another flow or with its step, and not because blocks ran out
     passed: int | None = None  # when it last started: the id of the first sequence in turn, for which blocks lacked
     # Of the request; read for every row of every step.
     id: int = field(init=False)

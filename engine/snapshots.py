@@ -1,16 +1,17 @@
-"""SnapshotCache: a PrefixCache for models with layers of linear attention.
+"""SnapshotCache: a PrefixCache for models with layers that keep states (vLLM: mamba, or hybrid, models).
 
 Such a layer keeps one state for each sequence, and every token changes it. Cached blocks of other layers are of no use
 without the state at their end. So copies of states are kept, snapshots: a sequence continues from the longest cached
 prefix at whose end there is one. They are taken where they are most likely to be needed again, as in Pan et al. 2024,
 "Marconi: Prefix Caching for the Era of Hybrid LLMs": at the end of a prompt, and where a prompt branches off from
-cached or running ones. As an output grows, its last snapshot moves with it: the next turn of a chat begins there.
+cached or running ones. A last snapshot moves along with a sequence. While its prompt is computed in parts, it is at the
+end of the last part, so that a preemption loses little; while its output grows, at the last multiple of SPACING tokens,
+so that the next turn of a chat can continue there.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
@@ -21,17 +22,17 @@ from .config import EngineConfig
 from .prefix_cache import PrefixCache
 from .sequence import Sequence
 
-OUTPUT_TOKENS = 64  # of an output, from one snapshot to the next
+SPACING = 64  # tokens: a snapshot that is closer to the one before is not worth its memory, nor waiting for it
 
 
 @dataclass(slots=True)
-class _Taking:
-    """The snapshots of a running sequence."""
+class _Pending:
+    """The snapshots that a running sequence will take, and those that steps in flight take for it."""
 
-    due: list[int]  # numbers of tokens, ascending, at which one will be taken; the ends of blocks
+    due: list[int] = field(default_factory=list)  # numbers of tokens, ascending, at the ends of blocks
     restored: int = -1  # the one that it continues from, until its first row is launched
-    inflight: list[tuple[int, int]] = field(default_factory=list)  # those that steps in flight take, and the snapshots
-    of_output: bytes = b""  # the hash of the last block of the output at whose end one was taken
+    inflight: list[tuple[int, int, bool]] = field(default_factory=list)  # tokens, snapshot, and whether it moves along
+    moving: bytes = b""  # the hash of the block at whose end is the published one that moves along
 
 
 class SnapshotCache(PrefixCache):
@@ -55,12 +56,15 @@ class SnapshotCache(PrefixCache):
     ) -> None:
         """`count`: the number of snapshots; with none, sequences share no prefixes."""
         super().__init__(pool, is_enabled and count > 0, groups, chunk)
+        assert not self._has_groups, "no model has both layers that keep states and sliding windows"
         self.count = count
         self._free = list(range(count - 1, -1, -1))
-        self._of: dict[bytes, int] = {}  # hash of a block -> the snapshot at its end; the least recently used is first
-        self._pinned: Counter[int] = Counter()  # snapshots that a sequence will continue from in its first step
-        self._taking: dict[int, _Taking] = {}  # id of a running sequence -> its snapshots
+        self._published: dict[bytes, int] = {}  # by the hash of the block; the least recently used is first
+        self._pinned: set[int] = set()  # those that sequences continue from in the step that is being scheduled
+        self._pending: dict[int, _Pending] = {}  # by the id of a running sequence
         self._running: dict[int, Sequence] = {}
+        self._matched = 0, 0  # the last sequence that `match` was called for, and the number of its cached blocks
+        self._expected: dict[bytes, int] = {}  # hash of a block at whose end a running sequence will take one -> its id
 
     def match(self, seq: Sequence) -> list[int] | None:
         """Return the blocks of the longest cached prefix with a snapshot at its end; None while another sequence
@@ -68,11 +72,13 @@ class SnapshotCache(PrefixCache):
         if not self.is_enabled or seq.needs_all:
             return []
         found = self._num_found(seq)
-        if self._awaits(seq, found):
+        self._matched = seq.id, found
+        usable = found
+        while usable and self.block_hash(seq, usable - 1) not in self._published:
+            usable -= 1
+        if self._awaits(seq, found, usable):
             return None
-        while found and self.block_hash(seq, found - 1) not in self._of:
-            found -= 1
-        blocks = [self.pool.find(self.block_hash(seq, index)) for index in range(found)]
+        blocks = [self.pool.find(self.block_hash(seq, index)) for index in range(usable)]
         return [block for block in blocks if block is not None]
 
     def _num_found(self, seq: Sequence) -> int:
@@ -87,109 +93,128 @@ class SnapshotCache(PrefixCache):
         """Return the number of blocks that a sequence can share: its last token is left to compute."""
         return (len(seq.tokens) - 1) // seq.block_size
 
-    def _awaits(self, seq: Sequence, found: int) -> bool:
-        """Return whether a sequence waits for one that fills its next block. That one is to take a snapshot where the
-        two branch, unless it has computed more already."""
-        most, end = self._most(seq), found
+    def _awaits(self, seq: Sequence, found: int, usable: int) -> bool:
+        """Return whether a sequence whose first `found` blocks are cached, `usable` of them up to a snapshot, waits for
+        another one: at their end, or where it branches off from a sequence that fills its next block, if that one has
+        not computed more already."""
+        most, least, end = self._most(seq), usable * seq.block_size + SPACING, found
         filler = self._filling.get(self.block_hash(seq, found)) if found < most else None
-        if filler is None:
-            return False
-        while end < most and self._filling.get(self.block_hash(seq, end)) == filler:
+        while filler is not None and end < most and self._filling.get(self.block_hash(seq, end)) == filler:
             end += 1
-        position, taking, other = end * seq.block_size, self._taking[filler], self._running[filler]
-        if position in taking.due or any(position == taken for taken, _ in taking.inflight):
-            return True
-        if position <= other.start:
+        if end * seq.block_size < least:
             return False
-        insort(taking.due, position)
+        block_hash = self.block_hash(seq, end - 1)
+        if filler is None or block_hash in self._expected:
+            return block_hash in self._expected
+        if end * seq.block_size <= self._running[filler].start:
+            return False
+        self._expect(self._running[filler], end * seq.block_size, block_hash)
         return True
+
+    def _expect(self, seq: Sequence, position: int, block_hash: bytes) -> None:
+        """Have a running sequence take a snapshot, unless there is one or another sequence will take it."""
+        if block_hash not in self._published and block_hash not in self._expected:
+            self._expected[block_hash] = seq.id
+            insort(self._pending[seq.id].due, position)
 
     def start(self, seq: Sequence, hits: list[int]) -> None:
         super().start(seq, hits)
         self._running[seq.id] = seq
-        taking = self._taking[seq.id] = _Taking([])
+        pending = self._pending[seq.id] = _Pending()
         if not self.is_enabled:
             return
         if hits:
             block_hash = self.block_hash(seq, len(hits) - 1)
-            taking.restored = self._of[block_hash] = self._of.pop(block_hash)  # now the most recently used
-            self._pinned[taking.restored] += 1
-        places = {blocks * seq.block_size for blocks in (self._num_found(seq), self._most(seq))}
-        taking.due = sorted(place for place in places if place > seq.capacity)
+            pending.restored = self._published[block_hash] = self._published.pop(block_hash)  # the most recently used
+            self._pinned.add(pending.restored)
+        matched, found = self._matched
+        found = found if matched == seq.id else self._num_found(seq)
+        for blocks, least in ((found, SPACING), (self._most(seq), seq.block_size)):
+            if blocks * seq.block_size >= seq.capacity + least:
+                self._expect(seq, blocks * seq.block_size, self.block_hash(seq, blocks - 1))
 
     def prepare(self, chosen: Mapping[Sequence, int]) -> None:
-        """Assign snapshots to the sequences of the next step, of which each computes this many tokens."""
+        """Assign snapshots to the sequences of the next step, of which each computes this many tokens: the one that its
+        row continues from, -1: none, and the ends of blocks in its row, with those that are written there."""
         if not self.is_enabled:
             return
         for seq, count in chosen.items():
-            taking = self._taking[seq.id]
-            end = seq.start + count
-            if not taking.due and end > seq.prompt_len:
-                step = max(1, OUTPUT_TOKENS // seq.block_size) * seq.block_size
-                taking.due.append(-(-end // step) * step)
-            saved = []
-            while taking.due and taking.due[0] <= end:
-                place = taking.due.pop(0)
-                if (snapshot := self._take()) is not None:
-                    saved.append((place, snapshot))
-            taking.inflight += saved
-            seq.snapshots = (taking.restored, saved) if saved or taking.restored >= 0 else None
-        # From here on a snapshot that this step reads can be assigned again: to a later step.
-        for seq in chosen:
-            self._unpin(self._taking[seq.id])
+            pending = self._pending[seq.id]
+            taken = self._kept(seq, pending, seq.start + count)
+            position = self._last(seq, seq.start + count)
+            if position > (taken[-1][0] if taken else seq.start) and (snapshot := self._take()) is not None:
+                pending.inflight.append((position, snapshot, True))
+                taken.append((position, snapshot))
+            seq.snapshots = (pending.restored, taken) if taken or pending.restored >= 0 else None
+            pending.restored = -1
+        self._pinned.clear()  # from here on these can be assigned again: to later steps
+
+    def _kept(self, seq: Sequence, pending: _Pending, end: int) -> list[tuple[int, int]]:
+        """Return the positions up to `end` where a snapshot is due, and the snapshots."""
+        taken = []
+        while pending.due and pending.due[0] <= end:
+            position = pending.due.pop(0)
+            snapshot = self._take()
+            if snapshot is None:
+                del self._expected[self.block_hash(seq, position // seq.block_size - 1)]
+            else:
+                pending.inflight.append((position, snapshot, False))
+                taken.append((position, snapshot))
+        return taken
+
+    @staticmethod
+    def _last(seq: Sequence, end: int) -> int:
+        """Return where the last snapshot is to be when the tokens up to `end` have been computed."""
+        unit = max(1, SPACING // seq.block_size) * seq.block_size if end > seq.prompt_len else seq.block_size
+        return 0 if end == seq.prompt_len else end // unit * unit
 
     def _take(self) -> int | None:
         """Return a free snapshot, or the least recently used one, which then cannot be found; None: all are in use."""
         if self._free:
             return self._free.pop()
-        found = next((block_hash for block_hash, each in self._of.items() if not self._pinned[each]), None)
-        return None if found is None else self._of.pop(found)
-
-    def _unpin(self, taking: _Taking) -> None:
-        if taking.restored >= 0:
-            self._pinned[taking.restored] -= 1
-            self._pinned += Counter()  # drops zeros
-            taking.restored = -1
+        found = next((block_hash for block_hash, each in self._published.items() if each not in self._pinned), None)
+        return None if found is None else self._published.pop(found)
 
     def publish(self, seq: Sequence) -> None:
         super().publish(seq)
-        taking = self._taking[seq.id]
-        while taking.inflight and taking.inflight[0][0] <= seq.num_computed:
-            place, snapshot = taking.inflight.pop(0)
-            block_hash = self.block_hash(seq, place // seq.block_size - 1)
-            if block_hash in self._of:
+        pending = self._pending[seq.id]
+        while pending.inflight and pending.inflight[0][0] <= seq.num_computed:
+            position, snapshot, is_moving = pending.inflight.pop(0)
+            block_hash = self.block_hash(seq, position // seq.block_size - 1)
+            if not is_moving:
+                del self._expected[block_hash]
+            last, pending.moving = pending.moving, b""
+            if block_hash in self._published:
                 self._free.append(snapshot)
-                continue
-            self._of[block_hash] = snapshot
-            if place > seq.prompt_len:
-                self._drop(taking.of_output)
-                taking.of_output = block_hash
-
-    def _drop(self, block_hash: bytes) -> None:
-        """Free the snapshot at the end of a block, unless a sequence is about to continue from it."""
-        if block_hash in self._of and not self._pinned[self._of[block_hash]]:
-            self._free.append(self._of.pop(block_hash))
+            else:
+                self._published[block_hash] = snapshot
+                pending.moving = block_hash if is_moving else b""
+            if last in self._published and last != block_hash:
+                self._free.append(self._published.pop(last))
 
     def release(self, seq: Sequence, step: int | None = None) -> None:
         super().release(seq, step)
         del self._running[seq.id]
+        pending = self._pending.pop(seq.id)
         # A step in flight may write to these; the next step that is assigned one writes to it after that.
-        taking = self._taking.pop(seq.id)
-        self._free += [snapshot for _, snapshot in taking.inflight]
-        self._unpin(taking)
+        self._free += [snapshot for _, snapshot, _ in pending.inflight]
+        positions = [*pending.due, *(position for position, _, is_moving in pending.inflight if not is_moving)]
+        for position in positions:
+            del self._expected[self.block_hash(seq, position // seq.block_size - 1)]
+        self._pinned.discard(pending.restored)
         seq.snapshots = None
 
     def check(self, running: Ids[Sequence]) -> None:
         super().check(running)
-        taken = [snapshot for taking in self._taking.values() for _, snapshot in taking.inflight]
-        everything = [*self._free, *self._of.values(), *taken]
+        taken = [snapshot for pending in self._pending.values() for _, snapshot, _ in pending.inflight]
+        everything = [*self._free, *self._published.values(), *taken]
         assert sorted(everything) == list(range(self.count)), "a snapshot is in no list or in two"
-        assert self._taking.keys() == {seq.id for seq in running}, "a sequence that does not run takes snapshots"
-        pinned = Counter(taking.restored for taking in self._taking.values() if taking.restored >= 0)
-        assert pinned == self._pinned, "a snapshot is pinned for no sequence"
+        assert self._pending.keys() == {seq.id for seq in running}, "a sequence that does not run takes snapshots"
+        assert set(self._expected.values()) <= self._pending.keys(), "a snapshot is expected of no sequence"
+        assert not self._pinned or any(pending.restored >= 0 for pending in self._pending.values()), "one is pinned"
 
 
 def cache_for(pool: BlockPool, config: EngineConfig, groups: CacheGroups, *, has_states: bool) -> PrefixCache:
-    """Return the prefix cache for a resolved config. has_states: whether the model has layers of linear attention."""
+    """Return the prefix cache for a resolved config. has_states: whether the model has layers that keep states."""
     settings = pool, config.prefix_caching, groups, config.max_batched_tokens or 1
     return SnapshotCache(*settings, count=config.num_snapshots or 0) if has_states else PrefixCache(*settings)

@@ -102,6 +102,8 @@ GRANITE_4 = {
     "layer_types": ["full_attention"] * 3,
     "shared_intermediate_size": 96,
 }
+GRANITE_4_MOE = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48}
+MAMBA = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_d_state": 16}
 OLMOE = {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None, "eos_token_id": None}
 COHERE2 = {"num_hidden_layers": 5, "sliding_window": 8, "bos_token_id": None, "eos_token_id": None}
 EYE = {
@@ -456,6 +458,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "granitemoehybrid-mamba": ("granitemoehybrid", {**BASE, **GRANITE_4, **MAMBA, "position_embedding_type": None}),
+    "granitemoehybrid-experts": (
+        "granitemoehybrid",
+        {
+            **BASE,
+            **GRANITE_4,
+            **MAMBA,
+            **GRANITE_4_MOE,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_expand": 1,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "granitemoehybrid-nope": (
+        "granitemoehybrid",
+        {**BASE, **GRANITE_4, **GRANITE_4_MOE, "position_embedding_type": None},
+    ),
 }
 NATIVE = [name for name, (kind, _) in MODELS.items() if kind in MODEL_TYPES]
 PARTS = (
@@ -492,6 +514,8 @@ FLOAT32_ONLY = (
     "qwen2_moe",
     "qwen3_5_moe_text",
     "qwen3_5_moe",
+    "granitemoehybrid-experts",
+    "granitemoehybrid-nope",
 )  # transformers' grouped products of experts refuse float64
 
 

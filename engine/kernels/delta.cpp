@@ -1,9 +1,11 @@
-// Gated DeltaNet, see models/delta.py: linear attention whose state is a matrix that each token corrects.
+// Gated DeltaNet and Mamba2, see models/delta.py and models/mamba2.py: layers whose state is a matrix that each token
+// corrects, or adds to. The queries, keys and values of Mamba2 are its C, B and x.
 //
 // A task is the tokens of a row and some value heads that share a head of queries and keys. It processes the tokens in
 // chunks: it convolves their channels, and then corrects each head's matrix token by token, one block of columns after
 // another, so that a block stays in the first-level cache. One pass over a block corrects it for a token, reads the
-// token's result, and reads the value that the next token's key has.
+// token's result, and in Gated DeltaNet reads the value that the next token's key has. In Mamba2 the norm is over the
+// heads of several tasks, so it follows when all of them are done.
 //
 // Order. A number that is read from a matrix is one chain of fused multiply-adds along the keys. The order of a norm's
 // sum depends on the head's size alone. Results are rounded where the oracle rounds them. So a sequence has the same bits
@@ -19,7 +21,10 @@ const int64_t BLOCK = WIDE * LANES;
 const int64_t AHEAD = 8;        // tokens between the one that is read and the one that is prefetched
 const int64_t SMALL = 1 << 17;  // multiply-adds below which waking other threads costs more than they save
 const int64_t EVEN = 4;         // tasks of a thread that are enough for all threads to end at about the same time
+const int64_t HEADS = 8;        // of a task at most: their matrices fit the second-level cache
 const float L2_EPS = 1e-6f;     // as in models/delta.py
+
+enum Rule { DELTA, MAMBA2 };
 
 int64_t padded(int64_t size, int64_t multiple = LANES) { return ceil_div(size, multiple) * multiple; }
 
@@ -46,6 +51,7 @@ struct Tokens {
   float* read;  // the result
   const float *beta, *decay;
   int64_t key_dim, keys, values;  // the size of a key, and the distances from a token to the next
+  float skip;                     // Mamba2: how much of its value is added to the result
 };
 
 // The products of the columns and a key.
@@ -77,48 +83,57 @@ INLINE void correct(Rows from, Rows to, const float* k, const float* q, const fl
 
 // Process tokens in order. The matrix is read from `from` and written to `to`; between tokens it is in `between`, which
 // a single token does not use.
-template <int W>
+template <Rule RULE, int W>
 __attribute__((noinline)) void block(Rows from, Rows between, Rows to, const Tokens& tokens, int64_t count) {
   V found[W], read[W], change[W];
-  find<W>(from, tokens.k, tokens.key_dim, found);
+  if (RULE == DELTA) find<W>(from, tokens.k, tokens.key_dim, found);
   for (int64_t t = 0; t < count; ++t) {
     const V decay = set1(tokens.decay[t]), beta = set1(tokens.beta[t]);
     const float *k = tokens.k + t * tokens.keys, *q = tokens.q + t * tokens.keys, *v = tokens.v + t * tokens.values;
-    UNROLLED for (int w = 0; w < W; ++w) change[w] = mul(sub(load(v + w * LANES), mul(found[w], decay)), beta);
-    if (t + 1 < count) {
-      correct<W, true>(from, between, k, q, k + tokens.keys, tokens.key_dim, decay, change, read, found);
-      from = between;
-    } else {
-      correct<W, false>(from, to, k, q, nullptr, tokens.key_dim, decay, change, read, found);
+    const bool is_last = t + 1 == count;
+    UNROLLED for (int w = 0; w < W; ++w) {
+      const V value = load(v + w * LANES);
+      change[w] = mul(RULE == DELTA ? sub(value, mul(found[w], decay)) : value, beta);
     }
+    if (RULE == DELTA && !is_last)
+      correct<W, true>(from, between, k, q, k + tokens.keys, tokens.key_dim, decay, change, read, found);
+    else
+      correct<W, false>(from, is_last ? to : between, k, q, nullptr, tokens.key_dim, decay, change, read, found);
+    from = between;
+    if (RULE == MAMBA2)
+      UNROLLED for (int w = 0; w < W; ++w) read[w] = fma(set1(tokens.skip), load(v + w * LANES), read[w]);
     UNROLLED for (int w = 0; w < W; ++w) store(tokens.read + t * tokens.values + w * LANES, read[w]);
   }
 }
 
 // -- a step -----------------------------------------------------------------------------------------------------------
 
-template <class Number>
+template <class Number, Rule RULE>
 struct Step {
   const Delta& d;
-  const Number *qkvz, *gates;
+  const Number *qkvz, *gates, *z;  // of Mamba2 `qkvz` is x, B and C
   Number* out;
   int32_t threads;
 
   const int64_t keys = d.key_heads * d.key_dim, values = d.value_heads * d.value_dim;
   const int64_t channels = 2 * keys + values;
+  // The first channels of queries, keys and values
+  const int64_t q_at = RULE == DELTA ? 0 : values + keys, k_at = RULE == DELTA ? keys : values;
+  const int64_t v_at = RULE == DELTA ? 2 * keys : 0;
   const int64_t group = d.value_heads / d.key_heads;       // value heads of a key head
   const int64_t context = d.taps - 1;                      // tokens before one that its convolution sees
   const int64_t key_size = padded(d.key_dim);              // of a token in scratch memory
   const int64_t value_size = padded(d.value_dim, BLOCK);   // the same
   const int64_t matrix_size = d.key_dim * value_size;      // of a matrix there: [blocks, key_dim, BLOCK]
   const bool whole = d.value_dim % LANES == 0;             // vectors of a state's matrix end where its rows do
+  const int64_t apart = d.is_tiled ? d.key_heads : 1;      // from a value head of a key head to the next
   int64_t heads = group;                                   // value heads of a task
   char* memory = nullptr;                                  // each thread's scratch memory
   int64_t memory_bytes = 0;
-  Parts tasks = {}, groups = {};
+  Parts tasks = {}, groups = {}, normed = {};
 
   struct Space {
-    float *line, *taps, *q, *k, *v, *read, *beta, *decay, *matrices;
+    float *line, *taps, *q, *k, *v, *read, *beta, *decay, *matrices, *gated;
     Number* window;
   };
 
@@ -129,11 +144,12 @@ struct Step {
       at += padded(size * (int64_t)sizeof(*array), 64);
     };
     const int64_t larger = max(key_size, value_size);
-    take(space.line, (context + CHUNK) * larger), take(space.taps, d.taps * LANES);
+    take(space.line, (context + CHUNK) * larger), take(space.taps, (d.taps + 1) * LANES);
     take(space.q, CHUNK * key_size), take(space.k, CHUNK * key_size);
     take(space.v, CHUNK * value_size), take(space.read, CHUNK * value_size);
     take(space.beta, padded(CHUNK)), take(space.decay, padded(CHUNK));
     take(space.matrices, heads * matrix_size), take(space.window, context * larger);
+    take(space.gated, RULE == MAMBA2 ? padded(values / d.key_heads) : 0);
     return at;
   }
   Space space(int thread) const {
@@ -147,6 +163,7 @@ struct Step {
   bool is_empty(int64_t row) const { return d.row_start[row] == d.row_start[row + 1]; }  // has no segments
   int64_t first(int64_t row) const { return d.begin[d.row_start[row]]; }
   const Number* x(int64_t token) const { return qkvz + token * d.qkvz_stride; }
+  const Number* gate(int64_t token) const { return z + token * d.qkvz_stride; }
   Number* window(int64_t state, int64_t channel) const {
     return (Number*)d.windows + state * d.window_stride + channel;
   }
@@ -165,8 +182,10 @@ struct Step {
 
   // -- the convolution
 
-  // Copy LANES channels' weights, the first tap's first.
+  // Copy LANES channels' weights, the first tap's first, and in Mamba2 after them the bias.
   void load_taps(int64_t channel, int64_t size, float* taps) const {
+    if (RULE == MAMBA2)
+      store(taps + d.taps * LANES, d.conv_bias ? get((const Number*)d.conv_bias + channel, size) : zero());
     const Number* from = (const Number*)d.weights + channel * d.taps;
     if (d.taps == 4) {
       U rows[4];
@@ -189,6 +208,7 @@ struct Step {
       V total = zero();
       UNROLLED for (int64_t tap = 0; tap < (TAPS ? TAPS : d.taps); ++tap)
         total = add(total, mul(load(line + (t + tap) * width), load(taps + tap * LANES)));
+      if (RULE == MAMBA2) total = add(total, load(taps + d.taps * LANES));
       store(out + t * stride, round_to<Number>(total));
     }
   }
@@ -245,8 +265,8 @@ struct Step {
     }
   }
   void write_shared_windows(int64_t row, int64_t key_head, const Space& space) const {
-    write_windows(row, key_head * d.key_dim, d.key_dim, space);
-    write_windows(row, keys + key_head * d.key_dim, d.key_dim, space);
+    write_windows(row, q_at + key_head * d.key_dim, d.key_dim, space);
+    write_windows(row, k_at + key_head * d.key_dim, d.key_dim, space);
   }
 
   // The sum of the squares of `size` numbers, a multiple of LANES.
@@ -288,20 +308,28 @@ struct Step {
     }
   }
 
+  // Of Mamba2, whose gates set the steps of time, `beta` is the step, on which the decay depends.
   void load_gates(int64_t token, int64_t count, int64_t head, const Space& space) const {
     for (int64_t t = 0; t < padded(count); ++t) {
       const Number* own = gates + (token + min(t, count - 1)) * d.gates_stride + head;
-      space.beta[t] = to_number(own[0]), space.decay[t] = to_number(own[d.value_heads]);
+      space.beta[t] = to_number(own[0]);
+      if (RULE == DELTA) space.decay[t] = to_number(own[d.value_heads]);
     }
     const V minus_rate = mul(exponential(set1(d.decay[head])), set1(-1.0f)), bias = set1(d.bias[head]);
-    for (int64_t t = 0; t < count; t += LANES) {
+    for (int64_t t = 0; RULE == MAMBA2 && t < count; t += LANES) {
+      // In this order NaN stays NaN.
+      const V step = min(set1(d.most), max(set1(d.least), softplus(add(load(space.beta + t), bias))));
+      store(space.beta + t, step), store(space.decay + t, exponential(mul(minus_rate, step)));
+    }
+    for (int64_t t = 0; RULE == DELTA && t < count; t += LANES) {
       store(space.beta + t, round_to<Number>(sigmoid(load(space.beta + t))));
       store(space.decay + t, exponential(mul(minus_rate, softplus(add(load(space.decay + t), bias)))));
     }
   }
 
   void recur(int64_t from, int64_t to, int64_t head, int64_t in_task, int64_t count, const Space& space) const {
-    Tokens tokens{space.q, space.k, space.v, space.read, space.beta, space.decay, d.key_dim, key_size, value_size};
+    Tokens tokens{space.q,     space.k,   space.v,  space.read, space.beta,
+                  space.decay, d.key_dim, key_size, value_size, RULE == MAMBA2 ? d.skip[head] : 0.0f};
     // A single token's matrices come from memory, which is read faster in longer pieces.
     const bool is_in_memory = count == 1 && from >= 0 && to >= 0;
     for (int64_t b = 0, blocks = 1; b * BLOCK < d.value_dim; b += blocks) {
@@ -310,20 +338,24 @@ struct Step {
       const int64_t left = ceil_div(d.value_dim - b * BLOCK, LANES);
       blocks = is_in_memory && left >= 2 * WIDE ? 2 : 1;
       switch (min(blocks * WIDE, left)) {
-        case 1: block<1>(source, between, target, tokens, count); break;
-        case 2: block<2>(source, between, target, tokens, count); break;
-        case 3: block<3>(source, between, target, tokens, count); break;
-        case WIDE: block<WIDE>(source, between, target, tokens, count); break;
-        default: block<2 * WIDE>(source, between, target, tokens, count);
+        case 1: block<RULE, 1>(source, between, target, tokens, count); break;
+        case 2: block<RULE, 2>(source, between, target, tokens, count); break;
+        case 3: block<RULE, 3>(source, between, target, tokens, count); break;
+        case WIDE: block<RULE, WIDE>(source, between, target, tokens, count); break;
+        default: block<RULE, 2 * WIDE>(source, between, target, tokens, count);
       }
       tokens.v += blocks * BLOCK, tokens.read += blocks * BLOCK;
     }
   }
 
-  // The gated norm of what a head has read for a token.
+  // The gated norm of what a head has read for a token. In Mamba2 it follows when all heads have been read.
   void write_out(int64_t token, int64_t head, float* read) const {
     const int64_t size = d.value_dim;
-    const Number *z = x(token) + channels + head * size, *weight = (const Number*)d.norm;
+    if (RULE == MAMBA2) {
+      for (int64_t i = 0; i < size; i += LANES) put(out + token * values + head * size + i, load(read + i), size - i);
+      return;
+    }
+    const Number *z = gate(token) + head * size, *weight = (const Number*)d.norm;
     for (int64_t i = 0; i < size; i += LANES) store(read + i, round_to<Number>(load(read + i)));
     const V factor = set1(1.0f / root(squares(read, padded(size)) / (float)size + d.eps));
     for (int64_t i = 0; i < size; i += LANES) {
@@ -333,31 +365,52 @@ struct Step {
     }
   }
 
+  // Mamba2: the norm of what the value heads of each key head have read for a token, times the gates.
+  void norm(int64_t token, const Space& space) const {
+    const int64_t size = values / d.key_heads;
+    for (int64_t begin = 0; begin < values; begin += size) {
+      Number* own = out + token * values + begin;
+      const Number *z = gate(token) + begin, *weight = (const Number*)d.norm + begin;
+      for (int64_t i = 0; i < size; i += LANES)
+        store(space.gated + i, mul(get(own + i, size - i), silu(get(z + i, size - i))));
+      const V factor = set1(1.0f / root(squares(space.gated, padded(size)) / (float)size + d.eps));
+      for (int64_t i = 0; i < size; i += LANES) {
+        const V normed = round_to<Number>(mul(load(space.gated + i), factor));
+        put(own + i, mul(get(weight + i, size - i), normed), size - i);
+      }
+    }
+  }
+
   // -- tasks
+
+  // The i-th value head of a task, whose first one is `head`.
+  int64_t value_head(int64_t head, int64_t i) const { return head + i * apart; }
 
   // Process a chunk of a row: tokens [begin, begin + count) of it.
   void chunk(int64_t row, int64_t begin, int64_t count, int64_t key_head, int64_t head, int64_t from, int64_t to,
              const Space& space) const {
     const int64_t token = first(row) + begin, channel = key_head * d.key_dim;
-    convolve(row, begin, count, channel, d.key_dim, space, space.q, key_size);
-    convolve(row, begin, count, keys + channel, d.key_dim, space, space.k, key_size);
-    normalize(space.q, count, 1.0f / root((float)d.key_dim)), normalize(space.k, count, 1.0f);
+    convolve(row, begin, count, q_at + channel, d.key_dim, space, space.q, key_size);
+    convolve(row, begin, count, k_at + channel, d.key_dim, space, space.k, key_size);
+    if (RULE == DELTA) normalize(space.q, count, 1.0f / root((float)d.key_dim)), normalize(space.k, count, 1.0f);
     for (int64_t i = 0; i < heads; ++i) {
-      const int64_t own = head + i;
-      convolve(row, begin, count, 2 * keys + own * d.value_dim, d.value_dim, space, space.v, value_size);
+      const int64_t own = value_head(head, i);
+      convolve(row, begin, count, v_at + own * d.value_dim, d.value_dim, space, space.v, value_size);
       load_gates(token, count, own, space);
-      for (int64_t t = token; t < token + count; ++t) fetch(x(t) + channels + own * d.value_dim, d.value_dim);
+      if (RULE == DELTA)
+        for (int64_t t = token; t < token + count; ++t) fetch(gate(t) + own * d.value_dim, d.value_dim);
       recur(from, to, own, i, count, space);
       for (int64_t t = 0; t < count; ++t) write_out(token + t, own, space.read + t * value_size);
     }
   }
 
-  // Process a row's value heads from `head` on.
+  // Process a row's value heads of a task, whose first one is `head`.
   __attribute__((noinline)) void task(int64_t row, int64_t head, const Space& space) const {
     if (is_empty(row)) return;
-    const int64_t key_head = head / group, start = d.row_start[row], end = d.row_start[row + 1];
+    const int64_t key_head = d.is_tiled ? head % d.key_heads : head / group;
+    const int64_t start = d.row_start[row], end = d.row_start[row + 1];
     auto copy = [&](int64_t from, int64_t to) {
-      for (int64_t i = 0; i < heads; ++i) copy_matrix(from, to, head + i, i, space);
+      for (int64_t i = 0; i < heads; ++i) copy_matrix(from, to, value_head(head, i), i, space);
     };
     int64_t now = d.source[start];  // the state that has the matrices, or -1: scratch memory
     if (now < 0 || !whole) memset(space.matrices, 0, (size_t)(heads * matrix_size) * sizeof(float));
@@ -372,7 +425,7 @@ struct Step {
       copy(now, d.target[i]);
     }
     for (int64_t i = 0; i < heads; ++i)
-      write_windows(row, 2 * keys + (head + i) * d.value_dim, d.value_dim, space);
+      write_windows(row, v_at + value_head(head, i) * d.value_dim, d.value_dim, space);
     if (heads == group) write_shared_windows(row, key_head, space);
   }
 
@@ -381,13 +434,22 @@ struct Step {
     const WithoutSubnormals without;
     const int64_t each = step.d.value_heads / step.heads;
     for (int64_t part; step.tasks.claim(part);)
-      step.task(part / each, part % each * step.heads, step.space(thread));
+      step.task(part / each, step.first_head(part % each), step.space(thread));
   }
-  static void share_windows(void* work, int thread) {
+  // The first value head of the i-th task of a row.
+  int64_t first_head(int64_t i) const {
+    return d.is_tiled ? i % d.key_heads + i / d.key_heads * heads * d.key_heads : i * heads;
+  }
+  // What follows the tasks of all heads.
+  static void share_rest(void* work, int thread) {
     Step& step = *(Step*)work;
+    const WithoutSubnormals without;
     const int64_t each = step.d.key_heads;
     for (int64_t part; step.groups.claim(part);)
       step.write_shared_windows(part / each, part % each, step.space(thread));
+    for (int64_t part; step.normed.claim(part);)
+      for (int64_t token = part * CHUNK; token < min(step.d.tokens, (part + 1) * CHUNK); ++token)
+        step.norm(token, step.space(thread));
   }
 
   // Returns 0, 1 if out of memory, or 2 if the segments are invalid.
@@ -396,7 +458,8 @@ struct Step {
     if (!is_valid()) return 2;
     if (d.tokens * d.value_heads * d.key_dim * d.value_dim * 3 < SMALL) threads = 1;
     threads = (int32_t)max(1, min(threads, d.rows * d.value_heads));
-    if (d.rows * d.key_heads < EVEN * threads) heads = 1;
+    heads = min(group, HEADS);
+    while (group % heads || (heads > 1 && d.rows * (d.value_heads / heads) < EVEN * threads)) --heads;
     Space unused;
     memory_bytes = padded(arrange(nullptr, unused) - (char*)nullptr, 4096);
     memory = (char*)scratch(threads * memory_bytes);
@@ -404,22 +467,39 @@ struct Step {
     tasks.count = d.rows * (d.value_heads / heads);
     run(share_tasks, this, threads);
     // Several tasks have read the windows of their queries and keys.
-    if (heads != group) {
-      groups.count = d.rows * d.key_heads;
-      run(share_windows, this, threads);
-    }
+    if (heads != group) groups.count = d.rows * d.key_heads;
+    if (RULE == MAMBA2) normed.count = ceil_div(d.tokens, CHUNK);
+    if (groups.count || normed.count) run(share_rest, this, threads);
     return 0;
   }
 };
+
+int64_t channels(const Delta& d) { return 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim; }
+
+template <Rule RULE, class Number>
+int32_t step(const Delta* d, const Number* qkvz, const Number* gates, const Number* z, Number* out, int32_t threads) {
+  return Step<Number, RULE>{*d, qkvz, gates, z, out, threads}.compute();
+}
 
 }  // namespace
 
 // out: [tokens, value_heads * value_dim]. Returns 0, 1 if out of memory, or 2 if the segments are invalid.
 EXPORT int32_t NAMED(delta_float32)(const Delta* d, const float* qkvz, const float* gates, float* out,
                                     int32_t threads) {
-  return Step<float>{*d, qkvz, gates, out, threads}.compute();
+  return step<DELTA>(d, qkvz, gates, qkvz + channels(*d), out, threads);
 }
 EXPORT int32_t NAMED(delta_bfloat16)(const Delta* d, const uint16_t* qkvz, const uint16_t* gates, uint16_t* out,
                                      int32_t threads) {
-  return Step<uint16_t>{*d, qkvz, gates, out, threads}.compute();
+  return step<DELTA>(d, qkvz, gates, qkvz + channels(*d), out, threads);
+}
+
+// The same of Mamba2. xbc: [tokens, channels]; steps, of time: [tokens, value_heads]; z: [tokens, value_heads *
+// value_dim]. The distance from a token to the next is the same in all of them.
+EXPORT int32_t NAMED(mamba2_float32)(const Delta* d, const float* xbc, const float* steps, const float* z, float* out,
+                                     int32_t threads) {
+  return step<MAMBA2>(d, xbc, steps, z, out, threads);
+}
+EXPORT int32_t NAMED(mamba2_bfloat16)(const Delta* d, const uint16_t* xbc, const uint16_t* steps, const uint16_t* z,
+                                      uint16_t* out, int32_t threads) {
+  return step<MAMBA2>(d, xbc, steps, z, out, threads);
 }

@@ -13,7 +13,7 @@ from .structures import Delta
 
 if TYPE_CHECKING:
     from ..models.delta import DeltaLayer
-    from ..models.states import LayerStates, Segments
+    from ..models.states import LayerStates, MatrixShape, Segments
 
 INVALID = 2  # returned for segments that do not fit the tokens or the states
 
@@ -25,21 +25,14 @@ class GatedDelta:
         """Raises ValueError for sizes that no layer has, and for weights of other sizes or data types."""
         self._layer, (shape, eps, weights) = layer, layer
         dtype = self._dtype = weights.taps.dtype
-        if dtype not in DTYPES:
-            raise ValueError(f"the kernel computes in {' and '.join(DTYPES.values())}, not in {dtype}")
-        sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.taps
-        if min(sizes) < 1 or shape.value_heads % shape.key_heads:
-            raise ValueError(f"{shape} has no valid sizes")
-        _check("taps", weights.taps, dtype, (shape.channels, 1, shape.taps))
-        _check("decay", weights.decay, torch.float32, (shape.value_heads,))
-        _check("bias", weights.bias, torch.float32, (shape.value_heads,))
-        _check("norm", weights.norm, dtype, (shape.value_dim,))
+        check_weights(shape, weights.taps, weights.a_log, weights.dt_bias)
+        check("norm", weights.norm, dtype, (shape.value_dim,))
         self._compute = kernels.delta[dtype]
         # What is the same in all steps
         self._call = Delta(
             weights=weights.taps.data_ptr(),
-            decay=weights.decay.data_ptr(),
-            bias=weights.bias.data_ptr(),
+            decay=weights.a_log.data_ptr(),
+            bias=weights.dt_bias.data_ptr(),
             norm=weights.norm.data_ptr(),
             key_heads=shape.key_heads,
             value_heads=shape.value_heads,
@@ -47,39 +40,62 @@ class GatedDelta:
             value_dim=shape.value_dim,
             taps=shape.taps,
             eps=eps,
+            is_tiled=shape.is_tiled,
         )
 
     def __call__(self, qkvz: Tensor, gates: Tensor, states: LayerStates, segments: Segments) -> Tensor:
         """Return what the layer reads for each token, see delta.gated_delta. The tokens of `qkvz` and `gates`, and the
         states, may be strided. Raises ValueError and MemoryError."""
         (shape, _, _), call, dtype, tokens = self._layer, self._call, self._dtype, len(qkvz)
-        count, rows, parts = len(states.windows), len(segments.row_start) - 1, len(segments.source)
-        heads = shape.value_heads, shape.key_dim, shape.value_dim
-        _check("qkvz", qkvz, dtype, (tokens, shape.channels + shape.values), strided=True)
-        _check("gates", gates, dtype, (tokens, 2 * shape.value_heads), strided=True)
-        _check("windows", states.windows, dtype, (count, shape.taps - 1, shape.channels), strided=True)
-        _check("matrices", states.matrices, torch.float32, (count, *heads), strided=True)
-        _check("row_start", segments.row_start, torch.int32, (rows + 1,))
-        _check("begin", segments.begin, torch.int32, (parts + 1,))
-        _check("source", segments.source, torch.int32, (parts,))
-        _check("target", segments.target, torch.int32, (parts,))
-        out = torch.empty(tokens, shape.values, dtype=dtype)
-        call.row_start, call.begin = segments.row_start.data_ptr(), segments.begin.data_ptr()
-        call.source, call.target = segments.source.data_ptr(), segments.target.data_ptr()
-        call.windows, call.matrices = states.windows.data_ptr(), states.matrices.data_ptr()
-        call.tokens, call.rows, call.segments, call.states = tokens, rows, parts, count
-        call.window_stride, call.matrix_stride = states.windows.stride(0), states.matrices.stride(0)
+        check("qkvz", qkvz, dtype, (tokens, shape.channels + shape.values), strided=True)
+        check("gates", gates, dtype, (tokens, 2 * shape.value_heads), strided=True)
+        set_step(call, shape, dtype, states, segments)
+        call.tokens = tokens
         call.qkvz_stride, call.gates_stride = qkvz.stride(0), gates.stride(0)
+        out = torch.empty(tokens, shape.values, dtype=dtype)
         pointers = qkvz.data_ptr(), gates.data_ptr(), out.data_ptr()
-        failed = self._compute(ctypes.addressof(call), *pointers, torch.get_num_threads())
-        if failed == INVALID:
-            raise ValueError(f"the segments do not fit {tokens} tokens and {count} states")
-        if failed:
-            raise MemoryError("no memory for the layer's matrices")
+        raise_failure(self._compute(ctypes.addressof(call), *pointers, torch.get_num_threads()), call)
         return out
 
 
-def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, strided: bool = False) -> None:
+def check_weights(shape: MatrixShape, taps: Tensor, decay: Tensor, bias: Tensor) -> None:
+    """Raise ValueError for sizes that no layer has, and for weights of other sizes or data types."""
+    if taps.dtype not in DTYPES:
+        raise ValueError(f"the kernel computes in {' and '.join(DTYPES.values())}, not in {taps.dtype}")
+    sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.taps
+    if min(sizes) < 1 or shape.value_heads % shape.key_heads:
+        raise ValueError(f"{shape} has no valid sizes")
+    check("taps", taps, taps.dtype, (shape.channels, 1, shape.taps))
+    check("decay", decay, torch.float32, (shape.value_heads,))
+    check("bias", bias, torch.float32, (shape.value_heads,))
+
+
+def set_step(call: Delta, shape: MatrixShape, dtype: torch.dtype, states: LayerStates, segments: Segments) -> None:
+    """Set what a step has beside its tokens: states, which may be strided, and segments. Raises ValueError."""
+    count, rows, parts = len(states.windows), len(segments.row_start) - 1, len(segments.source)
+    heads = shape.value_heads, shape.key_dim, shape.value_dim
+    check("windows", states.windows, dtype, (count, shape.taps - 1, shape.channels), strided=True)
+    check("matrices", states.matrices, torch.float32, (count, *heads), strided=True)
+    check("row_start", segments.row_start, torch.int32, (rows + 1,))
+    check("begin", segments.begin, torch.int32, (parts + 1,))
+    check("source", segments.source, torch.int32, (parts,))
+    check("target", segments.target, torch.int32, (parts,))
+    call.row_start, call.begin = segments.row_start.data_ptr(), segments.begin.data_ptr()
+    call.source, call.target = segments.source.data_ptr(), segments.target.data_ptr()
+    call.windows, call.matrices = states.windows.data_ptr(), states.matrices.data_ptr()
+    call.rows, call.segments, call.states = rows, parts, count
+    call.window_stride, call.matrix_stride = states.windows.stride(0), states.matrices.stride(0)
+
+
+def raise_failure(failed: int, call: Delta) -> None:
+    """Raise ValueError or MemoryError if the kernel returned that it failed."""
+    if failed == INVALID:
+        raise ValueError(f"the segments do not fit {call.tokens} tokens and {call.states} states")
+    if failed:
+        raise MemoryError("no memory for the layer's matrices")
+
+
+def check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, strided: bool = False) -> None:
     """Raise ValueError unless a tensor has this dtype and shape, is on the CPU, and is contiguous.
 
     strided: whether the first dimension need not be.

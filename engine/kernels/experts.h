@@ -71,7 +71,7 @@ struct Mix {
       own[k] = (int32_t)best;
       weight[k] = m.sigmoid ? scores[best] : scores[best] / sum;
     }
-    float total = 1e-20f;  // which only changes a sum of 0
+    float total = m.epsilon;
     for (int64_t k = 0; k < m.active; ++k) total += weight[k];
     for (int64_t k = 0; k < m.active; ++k) weight[k] = (m.normalized ? weight[k] / total : weight[k]) * m.scale;
   }

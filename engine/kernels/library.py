@@ -118,6 +118,9 @@ class Kernels:
         self.delta = {dtype: own(f"delta_{name}") for dtype, name in DTYPES.items()}
         for function in self.delta.values():
             function.argtypes = [pointer, pointer, pointer, pointer, integer]
+        self.mamba2 = {dtype: own(f"mamba2_{name}") for dtype, name in DTYPES.items()}
+        for function in self.mamba2.values():
+            function.argtypes = [pointer, pointer, pointer, pointer, pointer, integer]
         # By the model's dtype and the cache's.
         self.layers = {(dtype, cache): own(f"layers_{name}") for dtype, cache, name in cache_dtypes()}
         for function in self.layers.values():

@@ -93,6 +93,7 @@ struct Mixture {
   int64_t inner, shared;                   // inner sizes of an expert, and of the MLP
   int32_t sigmoid, normalized;  // weights are sigmoids, else a softmax over all experts; a token's add up to 1
   float scale;                  // of the weights
+  float epsilon;                // added to their sum if they add up to 1
 };
 
 // A layer of a decoder.
@@ -121,7 +122,7 @@ struct Stack {
   void *x, *normed, *line, *seen, *inner;  // x: input and output; scratch for the norms, QKV, attention and the MLP
 };
 
-// A layer of linear attention, and a step to compute, see models/delta.py and models/states.py.
+// A layer of linear attention or of Mamba2, and a step to compute, see models/delta.py and models/states.py.
 struct Delta {
   const int32_t* row_start;  // [rows + 1]
   const int32_t* begin;      // [segments + 1]
@@ -130,7 +131,9 @@ struct Delta {
   const void* weights;       // [channels, taps] of the convolution
   const float* decay;        // [value_heads]
   const float* bias;         // [value_heads]
-  const void* norm;          // [value_dim]
+  const void* norm;          // [value_dim], of Mamba2 [value_heads * value_dim]
+  const void* conv_bias;     // Mamba2: [channels], or null
+  const float* skip;         // Mamba2: [value_heads]
   void* windows;
   float* matrices;
   int64_t tokens, rows, segments, states;
@@ -139,4 +142,5 @@ struct Delta {
   int64_t qkvz_stride, gates_stride;     // from a token to the next, in numbers
   float eps;
   int32_t is_tiled;                      // see LinearShape in models/states.py
+  float least, most;                     // Mamba2: limits of the steps of time
 };

@@ -127,6 +127,7 @@ class Mixture(ctypes.Structure):
         ("sigmoid", ctypes.c_int32),
         ("normalized", ctypes.c_int32),
         ("scale", ctypes.c_float),
+        ("epsilon", ctypes.c_float),
     ]
 
 
@@ -177,7 +178,7 @@ class Stack(ctypes.Structure):
 
 
 class Delta(ctypes.Structure):
-    """A layer of linear attention, and a step to compute."""
+    """A layer of linear attention or of Mamba2, and a step to compute."""
 
     _fields_ = [
         ("row_start", ctypes.c_void_p),
@@ -188,6 +189,8 @@ class Delta(ctypes.Structure):
         ("decay", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("norm", ctypes.c_void_p),
+        ("conv_bias", ctypes.c_void_p),
+        ("skip", ctypes.c_void_p),
         ("windows", ctypes.c_void_p),
         ("matrices", ctypes.c_void_p),
         ("tokens", ctypes.c_int64),
@@ -205,6 +208,8 @@ class Delta(ctypes.Structure):
         ("gates_stride", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("is_tiled", ctypes.c_int32),
+        ("least", ctypes.c_float),
+        ("most", ctypes.c_float),
     ]
 
 

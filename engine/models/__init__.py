@@ -14,7 +14,7 @@ from ..gguf import folder as gguf
 from ..kernels.library import Choice
 from ..quantized.config import parse
 from ..types import ConfigError, EngineError, ModelError
-from .architectures import architecture
+from .architectures import architecture, native_architecture
 from .dummy import DummyWeights
 from .families import FAMILIES
 from .fitting import fit, product
@@ -57,7 +57,8 @@ def _checkpoint(folder: Path, source: dict[str, Any]) -> Checkpoint:
 
         return GgufCheckpoint(folder)
     text = text_part(source)
-    family = FAMILIES.get(architecture(text))
+    name = architecture(text) if text is not source else native_architecture(source)
+    family = FAMILIES.get(name or "")
     if family is not None and family.experts is not None and family.experts.stacking is not None:
         return StackedCheckpoint(folder, family.experts, text.get("hidden_size"))
     checkpoint = Checkpoint(folder)

@@ -11,7 +11,8 @@ from .decoder import Decoder
 from .spec import ModelSpec
 from .weights import Checkpoint
 
-PREDICTORS = "mtp."  # begins the names of layers that predict further tokens, which checkpoints may have
+# Begin the names of tensors that checkpoints may have beside ours: of layers that predict further tokens, of vision.
+BESIDE = "mtp.", "model.visual."
 
 
 def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
@@ -28,7 +29,7 @@ def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
         targets[head] = model.head.weight
     checkpoint.check(targets)
     first, unused = len(spec.decoder.shapes), spec.decoder.unused_layers
-    starts = [PREDICTORS, *(f"{prefix}layers.{index}." for index in range(first, first + unused))]
+    starts = [*BESIDE, *(f"{prefix}layers.{index}." for index in range(first, first + unused))]
     for index, shape in enumerate(spec.decoder.shapes):
         if shape.shares is not None:  # keys and values of its own, which no layer attends to
             names = "k_proj", "v_proj", "k_norm", "v_norm"
@@ -41,7 +42,9 @@ def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
             continue  # AutoGPTQ writes a bias for each linear layer
         of_another_part = spec.is_part and not name.startswith(prefix) and not name.endswith("lm_head.weight")
         if not (name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(starts)) or of_another_part):
-            raise ModelError(f"the checkpoint holds the tensor {name}, which {spec.architecture} does not have")
+            raise ModelError(
+                f"the checkpoint holds the tensor {checkpoint.original(name)}, which {spec.architecture} does not have"
+            )
 
 
 def _is_zero(checkpoint: Checkpoint, name: str) -> bool:

@@ -20,13 +20,14 @@ from .mixers import make_mixer
 from .norms import RMSNorm, make_norm
 from .precision import LayerBits
 from .rope import Turn, rotate
+from .sigmoid import sigmoid
 from .spec import ModelSpec
 
 Kept = dict[int, tuple[Tensor, Tensor]]  # of a step: layer -> its keys and values, if later layers share them
 
 
 class Layer:
-    """Attention and a gated MLP or experts, each with a residual connection, and with a norm before it or after it."""
+    """Attention or a mixer, and a gated MLP or experts, each with a residual connection, and a norm before or after."""
 
     gate_up: Gated  # gate_up and down: of a layer with an MLP
     down: Linear
@@ -45,6 +46,7 @@ class Layer:
         hidden, self.shape, self.rows = spec.hidden_size, spec.shapes[index], spec.rows(index)
         self.cache, self.is_shared = cache, is_shared
         (q_size, kv_size, _), dim = self.rows, self.shape.head_dim
+        self._kernels: Kernels | None = None  # ours, once the layer is packed
         self.mixer = mixer = make_mixer(self.shape.mixer, hidden, spec.norm_eps, dtype, device)
         self.attention_norm, self.attention_after = norm(spec.norms.attention), norm(spec.norms.attention_after)
         of_qkv, of_output = spec.biases(index)
@@ -93,7 +95,7 @@ class Layer:
         return x if self.scale is None else x * self.scale
 
     def attend(self, x: Tensor, turn: Turn | None, forward: Forward, kept: Kept) -> Tensor:
-        """Return the attention's output before the output projection: [tokens, heads * head_dim]."""
+        """Return what attention, or the mixer, reads, before the output projection: [tokens, its columns]."""
         if self.mixer is not None:
             return self.mixer(x, self.qkv(x), forward.states, self.cache)
         dim, parts = self.shape.head_dim, self.qkv(x).split(list(filter(None, self.rows)), dim=-1)
@@ -111,7 +113,7 @@ class Layer:
         if self.is_shared:
             kept[self.index] = k, v
         seen = forward.attend(self.cache, q, k, v).flatten(1)
-        return seen if gate is None else seen * torch.sigmoid(gate.flatten(1))
+        return seen if gate is None else seen * sigmoid(gate.flatten(1), self._kernels)
 
     def _turned(self, x: Tensor, turn: Turn | None) -> Tensor:
         """Return rotated queries or keys: [tokens, heads, head_dim]."""
@@ -183,6 +185,7 @@ class Layer:
 
         `hidden`: the importance of the hidden state's numbers, see importance.py; None: all matter alike.
         """
+        self._kernels = kernels
         quantizations = {} if bits is None else self._quantizations(bits, hidden, in_file)
         for linear in self.linears:
             linear.pack(kernels, quantization=quantizations.get(linear), in_file=in_file.get(linear))

@@ -206,7 +206,7 @@ class DecoderSpec:
         for number in range(experts.count):
             yield *experts.linears(number), experts.inner
         if experts.shared:
-            yield experts.shared_names[:2], experts.shared_names[2], experts.shared
+            yield *experts.shared_linears, experts.shared
 
     def layer_numbers(self, index: int) -> int:
         """Return the number of a layer's weights that `quantization` rounds."""

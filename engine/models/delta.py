@@ -26,8 +26,8 @@ class DeltaWeights(NamedTuple):
     """The weights of a layer beside its projections."""
 
     taps: Tensor  # [channels, 1, taps]: of the convolution, the oldest token first
-    decay: Tensor  # [value_heads] float32 (float64 in a model of that): the logarithm of the rate of decay
-    bias: Tensor  # [value_heads], of the same dtype: added to the numbers that set a token's decay
+    a_log: Tensor  # [value_heads] float32 (float64 in a model of that): the logarithm of the rate of decay
+    dt_bias: Tensor  # [value_heads], of the same dtype: added to the numbers that set a token's decay
     norm: Tensor  # [value_dim]
 
 
@@ -52,7 +52,7 @@ def gated_delta(layer: DeltaLayer, qkvz: Tensor, gates: Tensor, states: LayerSta
     beta, decay = gates.split(shape.value_heads, -1)
     work = states.matrices.dtype
     beta = beta.sigmoid().to(work)
-    decay = torch.exp(-weights.decay.exp() * F.softplus(decay.to(work) + weights.bias))
+    decay = torch.exp(-weights.a_log.exp() * F.softplus(decay.to(work) + weights.dt_bias))
     read = torch.empty(len(x), shape.value_heads, shape.value_dim, dtype=work, device=x.device)
     for first, end, source, target in segments.each:
         window, matrix = states.windows[max(source, 0)], states.matrices[max(source, 0)]
@@ -65,7 +65,7 @@ def gated_delta(layer: DeltaLayer, qkvz: Tensor, gates: Tensor, states: LayerSta
         q, k = (_unit(each.unflatten(-1, (shape.key_heads, -1))) for each in (q, k))
         q = q * shape.key_dim**-0.5
         repeats = shape.value_heads // shape.key_heads
-        q, k = (each.repeat_interleave(repeats, 1) for each in (q, k))
+        q, k = (each.repeat(1, repeats, 1) if shape.is_tiled else each.repeat_interleave(repeats, 1) for each in (q, k))
         v = v.unflatten(-1, (shape.value_heads, -1))
         for token in range(end - first):
             at = first + token

@@ -30,12 +30,13 @@ class DeltaNet:
         heads, number = shape.value_heads, wide(dtype)
         weights = DeltaWeights(
             taps=empty(shape.channels, 1, shape.taps),
-            decay=empty(heads, dtype=number),
-            bias=empty(heads, dtype=number),
+            a_log=empty(heads, dtype=number),
+            dt_bias=empty(heads, dtype=number),
             norm=empty(shape.value_dim),
         )
         self.layer = DeltaLayer(shape, eps, weights)
         self.compute: Delta = partial(gated_delta, self.layer)
+        self.objection: str | None = None  # why there are no kernels for it on a GPU
 
     def __call__(self, x: Tensor, qkvz: Tensor, states: States | None, number: int) -> Tensor:
         """Return what the layer reads for each token, [tokens, values], of x: [tokens, hidden_size], and its
@@ -63,5 +64,6 @@ class DeltaNet:
             from . import gpu_delta
 
             shape, taps = self.layer.shape, self.layer.weights.taps
-            if gpu_delta.objection(shape, taps.dtype, taps.device) is None:
+            self.objection = gpu_delta.objection(shape, taps.dtype, taps.device)
+            if self.objection is None:
                 self.compute = partial(gpu_delta.gated_delta, self.layer)

@@ -16,6 +16,7 @@ from .family import NormKind
 from .layers import Clamp, Gated, InFile, Linear, Quantization
 from .norms import make_norm
 from .precision import LayerBits
+from .sigmoid import sigmoid
 
 
 class Sigmoids(NamedTuple):
@@ -42,12 +43,19 @@ class ExpertsSpec:
     shared: int = 0  # intermediate size of the MLP beside the experts; 0: there is none
     shared_names: tuple[str, str, str] = ("", "", "")  # of its gate, up and down in checkpoints
     shared_gate: str = ""  # see ExpertKeys
+    epsilon: float = 1e-20  # see ExpertKeys
     is_beside: bool = False  # see ExpertKeys
     scale: float = 1.0  # of what the experts add to the residual stream
 
     def linears(self, expert: int) -> tuple[tuple[str, ...], str]:
         """Return the names of an expert's gate and up, which may be one tensor, and of its down projection."""
         _, gate, up, down = (name.format(expert) for name in self.names)
+        return (gate, up) if up else (gate,), down
+
+    @property
+    def shared_linears(self) -> tuple[tuple[str, ...], str]:
+        """The same names of the MLP beside the experts."""
+        gate, up, down = self.shared_names
         return (gate, up) if up else (gate,), down
 
     def num_params(self, hidden: int) -> int:
@@ -122,7 +130,11 @@ class Experts:
 
     def gated(self, shared: Tensor, x: Tensor) -> Tensor:
         """Return the output of the MLP of all tokens, times the sigmoid of its gate if it has one."""
-        return shared if self.shared_gate is None else shared * self._sigmoid(self.shared_gate(x)).to(shared.dtype)
+        return (
+            shared
+            if self.shared_gate is None
+            else shared * sigmoid(self.shared_gate(x), self._kernels).to(shared.dtype)
+        )
 
     def _mixed(self, mixture: Mixture, x: Tensor, residual: Tensor) -> Tensor:
         """Return the result of our CPU kernel."""
@@ -172,6 +184,7 @@ class Experts:
             sigmoids is not None,
             spec.is_normalized,
             1.0 if sigmoids is None else sigmoids.scale,
+            spec.epsilon,
         )
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +196,7 @@ class Experts:
         else:
             weights, chosen = self._by_sigmoids(logits.to(wide), self.spec.sigmoids)
         if self.spec.is_normalized:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # which only changes a sum of 0
+            weights = weights / (weights.sum(-1, keepdim=True) + self.spec.epsilon)
         if self.scales is not None:
             weights = weights * self.scales[chosen].to(weights.dtype)
         return weights if self.spec.sigmoids is None else weights * self.spec.sigmoids.scale, chosen
@@ -191,7 +204,7 @@ class Experts:
     def _by_sigmoids(self, logits: Tensor, how: Sigmoids) -> tuple[Tensor, Tensor]:
         """Return the sigmoids of each token's experts, and their numbers: [tokens, active]."""
         assert self.correction is not None
-        scores = self._sigmoid(logits)
+        scores = sigmoid(logits, self._kernels)
         ranked = scores + self.correction
         if how.groups > 1:
             groups = ranked.unflatten(-1, (how.groups, -1))
@@ -202,14 +215,6 @@ class Experts:
         chosen = ranked.topk(self.spec.active, -1).indices
         return scores.gather(1, chosen), chosen
 
-    def _sigmoid(self, x: Tensor) -> Tensor:
-        """Return the sigmoid of each number; x may be overwritten."""
-        if self._kernels is None or x.dtype != torch.float32:
-            return torch.sigmoid(x)
-        x = x.contiguous()  # torch's sigmoid depends on a number's position in the tensor
-        self._kernels.sigmoid(x.data_ptr(), x.numel())
-        return x
-
     def parts(self, prefix: str) -> list[tuple[str, Linear, int, int]]:
         """Return checkpoint names and places of the weights, as Layer.parts."""
         found = [(prefix + self.spec.names[0], self.router, 0, self.spec.count)]
@@ -219,9 +224,10 @@ class Experts:
             found += [(prefix + name, gate_up, rows * i, rows * (i + 1)) for i, name in enumerate(gates)]
             found.append((prefix + down, last, 0, len(last.weight)))
         if self.shared is not None:
-            gate, up, down = (prefix + name for name in self.spec.shared_names)
-            (gate_up, last), inner = self.shared, self.spec.shared
-            found += [(gate, gate_up, 0, inner), (up, gate_up, inner, 2 * inner), (down, last, 0, len(last.weight))]
+            (gate_up, last), (gates, down) = self.shared, self.spec.shared_linears
+            rows = 2 * self.spec.shared // len(gates)
+            found += [(prefix + name, gate_up, rows * i, rows * (i + 1)) for i, name in enumerate(gates)]
+            found.append((prefix + down, last, 0, len(last.weight)))
         if self.shared_gate is not None:
             found.append((prefix + self.spec.shared_gate, self.shared_gate, 0, 1))
         return found

@@ -347,28 +347,27 @@ FAMILIES["GptOssGguf"] = replace(
         clamp=True,
     ),
 )
-# Those without Mamba layers and experts: Granite 4.0 Micro, 1B and 350M.
-FAMILIES["GraniteMoeHybridForCausalLM"] = replace(
-    FAMILIES["GraniteForCausalLM"],
-    mlp_bias=False,
-    mlp=("shared_mlp.input_linear", "", "shared_mlp.output_linear"),
-    inner="shared_intermediate_size",
-    only=(("num_local_experts", 0), ("position_embedding_type", "rope")),
-    may_lack_attention=True,
+GRANITE_EXPERTS = ExpertKeys(
+    ("block_sparse_moe.router.layer", "block_sparse_moe.{}.input_linear", "", "block_sparse_moe.{}.output_linear"),
+    stacking=Stacking(),
+    inner="intermediate_size",
+    is_normalized=True,
 )
 FAMILIES["GraniteMoeForCausalLM"] = replace(
     FAMILIES["GraniteForCausalLM"],
     mlp_bias=False,
-    experts=ExpertKeys(
-        (
-            "block_sparse_moe.router.layer",
-            "block_sparse_moe.{}.input_linear",
-            "",
-            "block_sparse_moe.{}.output_linear",
-        ),
-        stacking=Stacking(),
-        inner="intermediate_size",
-        is_normalized=True,
+    experts=GRANITE_EXPERTS,
+)
+# Granite 4.0: with and without Mamba layers, and experts beside the MLP.
+SHARED_MLP = ("shared_mlp.input_linear", "", "shared_mlp.output_linear")
+FAMILIES["GraniteMoeHybridForCausalLM"] = replace(
+    FAMILIES["GraniteMoeForCausalLM"],
+    mlp=SHARED_MLP,
+    inner="shared_intermediate_size",
+    rotating="named",
+    mixer="mamba",
+    experts=GRANITE_EXPERTS._replace(
+        enabled="num_local_experts", shared=SHARED_MLP, shared_inner="shared_intermediate_size"
     ),
 )
 # Granite MoE in GGUF files, which have the tensors of Mixtral.
@@ -420,6 +419,7 @@ FAMILIES["Lfm2ForCausalLM"] = Family(
     eps_key="norm_eps",
     qk_norm="head",
     tied=True,
+    tied_key="tie_embedding",
     theta=1_000_000.0,
     adjusts_inner=True,
     renames=LFM2_NAMES,
@@ -432,6 +432,7 @@ FAMILIES["Lfm2MoeForCausalLM"] = replace(
     experts=ExpertKeys(
         ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
         normalizes=True,
+        epsilon=1e-6,
         has_sigmoids=True,
         first_dense=2,
         first_dense_key="num_dense_layers",

@@ -49,6 +49,9 @@ class ExpertKeys(NamedTuple):
     enabled: str = ""  # the key that says whether there are experts; empty: there are
     is_normalized: bool | None = None  # whether the weights of a token's experts add up to 1; None: norm_topk_prob
     normalizes: bool = False  # default of norm_topk_prob
+    # Added to the sum by which they are then divided. The default only changes a sum of 0; the Triton kernel has no
+    # other.
+    epsilon: float = 1e-20
     # Weights are sigmoids times routed_scaling_factor; experts are chosen by them plus a bias, from the topk_group best
     # of n_group groups. Otherwise weights are a softmax.
     has_sigmoids: bool = False
@@ -113,11 +116,11 @@ class Family:
     joins_qkv: bool = False  # Q, K and V are one tensor in checkpoints
     # Half of each query head's rows are its gate: what the head attends to is multiplied by the sigmoid of that.
     gates_attention: bool = False
-    # What layers that layer_types names have in place of attention, see delta.py and short_conv.py; empty: none have.
-    mixer: Literal["", "linear", "conv"] = ""
-    # Keys of config.json with the only value that the native decoder supports; false values are alike, and like none.
+    # What layers that layer_types names have in place of attention, see delta.py, short_conv.py and mamba2.py; empty:
+    # none have.
+    mixer: Literal["", "linear", "conv", "mamba"] = ""
+    # Keys of config.json with the only value that the native decoder supports, their default; false values are alike.
     only: tuple[tuple[str, Any], ...] = ()
-    may_lack_attention: bool = False  # layer_types names layers without attention, which the native decoder has not
     head_dim: int | None = None  # None: hidden_size / heads
     kv_heads: int | None = None  # None: as many as heads
     max_positions: int = 2048
@@ -129,10 +132,12 @@ class Family:
     eps_key: str = "rms_norm_eps"
     experts: ExpertKeys | None = None
     tied: bool = False  # default of tie_word_embeddings
+    tied_key: str = "tie_word_embeddings"  # a key that comes before it
     theta: float = 10000.0  # default of rope_theta
     # Which layers have a rotary embedding: all, those of no_rope_layers or no_rope_layer_interval, those with a window,
-    # or those with a window if sliding_window is not null, else all.
-    rotating: Literal["all", "listed", "windowed", "windowed_or_all"] = "all"
+    # those with a window if sliding_window is not null, else all, or all if position_embedding_type is "rope", else
+    # none.
+    rotating: Literal["all", "listed", "windowed", "windowed_or_all", "named"] = "all"
     is_interleaved: bool = False  # number 2i of a head is rotated with 2i + 1, not with i + head_dim / 2
     rotates_wide: bool = False  # in float32, rounded once
     # Queries are multiplied by 1 + beta * log(1 + floor(position / n)), for llama_4_scaling_beta and

@@ -23,7 +23,7 @@ class Forward:
     plan: Plan  # the cache's plan of this step
     cache: KVCache
     logits_at: Tensor  # [n] int64, ascending indices of the tokens whose logits are needed; n may be 0
-    states: States | None = None  # of models with layers of linear attention
+    states: States | None = None  # of models whose layers keep states
     hidden_at: Tensor | None = None  # [m] int64, the same for hidden states; None: none are needed
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..kernels.library import Choice
 from . import gpu_experts, invariance, measured_tiles, on_gpu, scaled
 from .decoder_layer import Layer
+from .delta_layer import DeltaNet
 from .experts import Experts
 from .gpu_layers import add_norm
 from .gpu_weights import GPUProduct
@@ -49,7 +50,7 @@ def choose(
         objection = on_gpu.trial(*parts)
     if objection is not None:
         if device.type == "cuda":
-            product = replace(product, note=f"torch computes norms and gates of layers: {objection}")
+            product = replace(product, note=f"torch computes norms and gates of layers: {objection}{_slow(parts[2])}")
         return None, product
     for each in (norm, *(() if parts[4] is None else (parts[4].norm,))):
         each.use(partial(add_norm, added=None, norm=each))
@@ -71,6 +72,14 @@ def choose(
             choices = found
             on_gpu.choose_head(head)
     return OnGPU(*parts, choices=choices), product
+
+
+def _slow(layers: Sequence[Layer]) -> str:
+    """Return what else torch computes, slowly, and why; empty: nothing."""
+    mixers = (layer.mixer for layer in layers)
+    reasons = (mixer.objection for mixer in mixers if isinstance(mixer, DeltaNet))
+    reason = next(filter(None, reasons), None)
+    return f"; and linear attention token by token: {reason}" if reason else ""
 
 
 def _experts(layers: Sequence[Layer]) -> Iterator[Experts]:

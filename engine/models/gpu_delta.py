@@ -61,7 +61,7 @@ def gated_delta(layer: DeltaLayer, qkvz: Tensor, gates: Tensor, states: LayerSta
     if tokens:
         grid: tuple[int, ...] = (2 * shape.key_heads + shape.value_heads, -(-tokens // CONVOLVED_TOKENS))
         launch(kernels.convolve, grid,
-            qkvz, gates, weights.taps, weights.decay, weights.bias, states.windows, row_start, begin, source,
+            qkvz, gates, weights.taps, weights.a_log, weights.dt_bias, states.windows, row_start, begin, source,
             convolved, numbers, tokens, rows, L2_EPS,
             constants=of_convolve, **options,
         )  # fmt: skip
@@ -93,7 +93,8 @@ def _constants(shape: LinearShape) -> tuple[dict[str, Any], dict[str, Any], dict
             "num_warps": warps(CONVOLVED_TOKENS * dim_p),
         },
         {
-            **heads, **dims, "KEY_P": key_p, "COLUMNS": columns, "PARTS": -(-shape.value_dim // columns),
+            **heads, **dims, "IS_TILED": shape.is_tiled, "KEY_P": key_p, "COLUMNS": columns,
+            "PARTS": -(-shape.value_dim // columns),
             "num_warps": 1, "maxnreg": 255,  # with a limit of its own the assembler would rather spill some
         },
         {
@@ -164,8 +165,8 @@ def _tensors(
     heads = shape.value_heads
     weights = DeltaWeights(
         taps=numbers(shape.channels, 1, shape.taps),
-        decay=numbers(heads, dtype=torch.float32),
-        bias=numbers(heads, dtype=torch.float32),
+        a_log=numbers(heads, dtype=torch.float32),
+        dt_bias=numbers(heads, dtype=torch.float32),
         norm=numbers(shape.value_dim),
     )
     if is_random:

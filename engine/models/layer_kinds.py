@@ -34,12 +34,12 @@ def unsupported(source: Mapping[str, Any], architecture: str, family: Family) ->
         return "the native implementation has no bidirectional attention"
     if source.get("use_sliding_window") and architecture in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
         return f"the native implementation has no sliding windows for {architecture}"
-    if family.may_lack_attention and set(map(str, _kinds(source))) - {"attention", "full_attention"}:
-        return f"the native implementation has only layers with attention for {architecture}"
     if family.mixer == "linear" and activation not in ("silu", "swish"):
         return f"the native implementation has no linear attention with the activation '{shown(activation)}'"
+    if family.mixer == "mamba" and activation not in ("silu", "swish"):
+        return f"the native implementation has no layers of Mamba2 with the activation '{shown(activation)}'"
     for key, value in family.only:
-        if (source.get(key) or None) != (value or None):
+        if (source.get(key, value) or None) != (value or None):
             given = shown(source.get(key))
             return f"the native implementation needs {key} to be {value} for {architecture}, not {given}"
     if source.get("per_layer_config") and not family.layers_differ:
@@ -55,12 +55,6 @@ def unsupported(source: Mapping[str, Any], architecture: str, family: Family) ->
         if family.rotated_part is None and part != 1 and scaling != "proportional":
             return f"the native implementation has no partial rotary embeddings for {architecture}"
     return None
-
-
-def _kinds(source: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the kinds of the layers of a family that may lack attention: without the key they do."""
-    kinds = source.get("layer_types") or source.get("layers_block_type")
-    return kinds if isinstance(kinds, list) else ["mamba"]
 
 
 def _rotated_part(source: Mapping[str, Any], parameters: Mapping[str, Any], default: float) -> float:
@@ -97,6 +91,12 @@ def activation_of(source: Mapping[str, Any], family: Family) -> Any:
     return source.get(key) or default
 
 
+def is_tied(source: Mapping[str, Any], family: Family) -> bool:
+    """Return whether the head has the weight of the embedding."""
+    first = source.get(family.tied_key)
+    return bool(source.get("tie_word_embeddings", family.tied) if first is None else first)
+
+
 def inner(source: Mapping[str, Any], family: Family) -> int:
     """Return the intermediate size of the MLP."""
     if not family.adjusts_inner:
@@ -107,12 +107,18 @@ def inner(source: Mapping[str, Any], family: Family) -> int:
     size, multiple = 2 * size // 3, whole(source, "block_multiple_of", 256, maximum=MAX_SIZE)
     if source.get("block_ffn_dim_multiplier", 1.0) is None:
         return max(1, size)
-    size = int(_positive(source, "block_ffn_dim_multiplier", 1.0) * size)
-    return max(1, -(-size // multiple)) * multiple
+    size = max(1, -(-int(_positive(source, "block_ffn_dim_multiplier", 1.0) * size) // multiple)) * multiple
+    if size > MAX_SIZE:
+        raise ModelError(
+            f"config.json: block_ffn_dim_multiplier makes an intermediate size of {size}, above {MAX_SIZE}"
+        )
+    return size
 
 
 def rotates(source: Mapping[str, Any], family: Family, num_layers: int) -> tuple[bool, ...]:
     """Return of each layer whether it has a rotary embedding, unless its window decides."""
+    if family.rotating == "named":
+        return (source.get("position_embedding_type") == "rope",) * num_layers
     if family.rotating != "listed":
         return (True,) * num_layers
     listed = source.get("no_rope_layers")
@@ -335,6 +341,7 @@ def experts(source: Mapping[str, Any], family: Family, num_layers: int) -> Exper
         sigmoids=_sigmoids(source, count, active) if keys.has_sigmoids else None,
         shared=_shared(source, keys, inner),
         shared_gate=keys.shared_gate,
+        epsilon=keys.epsilon,
         shared_names=keys.shared or ("", "", ""),
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..bounds import MAX_HEADS
@@ -10,11 +11,14 @@ from ..files import shown
 from ..types import ModelError
 from .decoder_spec import LayerShape
 from .family import Family
-from .keys import whole
-from .states import ConvShape, LinearShape
+from .keys import number, whole
+from .states import ConvShape, LinearShape, Mamba2Shape, MixerShape
 
 MAX_DIM, MAX_TAPS = 1 << 10, 1 << 6
-KINDS = {"linear": "linear_attention", "conv": "conv"}  # how layer_types names these layers
+KINDS = {"linear": "linear_attention", "conv": "conv", "mamba": "mamba"}  # how layer_types names these layers
+INFINITE = math.inf, {"__float__": "Infinity"}  # as transformers writes it
+# The same kinds as transformers names them in layer_types, and in layers_block_type, of which it has made layer_types
+OTHER_NAMES = {"linear_attention": "mamba", "attention": "full_attention"}
 
 
 def read(source: Mapping[str, Any], family: Family, plain: LayerShape, num_layers: int) -> tuple[LayerShape, ...]:
@@ -22,7 +26,9 @@ def read(source: Mapping[str, Any], family: Family, plain: LayerShape, num_layer
     assert family.mixer
     kind = KINDS[family.mixer]
     kinds = source.get("layer_types")
-    if kinds is None:
+    if family.mixer == "mamba":
+        kinds = _named(source)
+    elif kinds is None:
         kinds = _by_interval(source, num_layers) if family.mixer == "linear" else _by_index(source, num_layers)
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ModelError(f"config.json: layer_types must name all {num_layers} layers")
@@ -30,14 +36,21 @@ def read(source: Mapping[str, Any], family: Family, plain: LayerShape, num_layer
         raise ModelError(f"config.json: layer_types names {shown(unknown[0])}, which no layer of this model can be")
     if "full_attention" not in kinds:
         raise ModelError("config.json: layer_types names no layer with attention")
-    mixer = _linear(source) if family.mixer == "linear" else _conv(source)
-    other = plain._replace(mixer=mixer)
+    if kind not in kinds:
+        return (plain,) * num_layers
+    readers: dict[str, Callable[[Mapping[str, Any]], MixerShape]] = {"linear": _linear, "conv": _conv, "mamba": _mamba}
+    other = plain._replace(mixer=readers[family.mixer](source))
     return tuple(other if each == kind else plain for each in kinds)
 
 
 def _by_interval(source: Mapping[str, Any], num_layers: int) -> list[str]:
     interval = whole(source, "full_attention_interval", 4)
     return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
+
+
+def _named(source: Mapping[str, Any]) -> Any:
+    kinds = source.get("layer_types") or source.get("layers_block_type")
+    return [OTHER_NAMES.get(each, each) for each in map(str, kinds)] if isinstance(kinds, list) else kinds
 
 
 def _by_index(source: Mapping[str, Any], num_layers: int) -> list[str]:
@@ -63,6 +76,7 @@ def _linear(source: Mapping[str, Any]) -> LinearShape:
         key_dim=whole(source, "linear_key_head_dim", 128, maximum=MAX_DIM),
         value_dim=whole(source, "linear_value_head_dim", 128, maximum=MAX_DIM),
         taps=whole(source, "linear_conv_kernel_dim", 4, maximum=MAX_TAPS),
+        is_tiled=source.get("linear_value_heads_tiled") is True,  # our own key, of converted GGUF files
     )
 
 
@@ -70,3 +84,43 @@ def _conv(source: Mapping[str, Any]) -> ConvShape:
     """Return the sizes of layers of short convolution."""
     hidden = whole(source, "hidden_size")
     return ConvShape(hidden, whole(source, "conv_L_cache", 3, maximum=MAX_TAPS), bool(source.get("conv_bias", False)))
+
+
+def _mamba(source: Mapping[str, Any]) -> Mamba2Shape:
+    """Return the sizes of layers of Mamba2."""
+    groups = whole(source, "mamba_n_groups", 1, maximum=MAX_HEADS)
+    heads = whole(source, "mamba_n_heads", 128, maximum=MAX_HEADS)
+    if heads % groups:
+        raise ModelError(f"config.json: {heads} heads of Mamba cannot share {groups} groups of states evenly")
+    inner = whole(source, "mamba_expand", 2, maximum=MAX_DIM) * whole(source, "hidden_size")
+    given = {} if source.get("mamba_d_head") == "auto" else source
+    size = whole(given, "mamba_d_head", inner // heads, maximum=MAX_DIM)
+    if heads * size != inner:
+        raise ModelError(
+            f"config.json: mamba_expand makes {inner} numbers of a token, not those of {heads} heads of {size}"
+        )
+    return Mamba2Shape(
+        key_heads=groups,
+        value_heads=heads,
+        key_dim=whole(source, "mamba_d_state", 256, maximum=MAX_DIM),
+        value_dim=size,
+        taps=whole(source, "mamba_d_conv", 4, maximum=MAX_TAPS),
+        has_bias=bool(source.get("mamba_proj_bias", False)),
+        has_conv_bias=bool(source.get("mamba_conv_bias", True)),
+        limits=_limits(source),
+    )
+
+
+def _limits(source: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the limits of the steps of time."""
+    given = source.get("time_step_limit")
+    if given is None:
+        return 0.0, math.inf
+    if not isinstance(given, list) or len(given) != 2:
+        raise ModelError(f"config.json: time_step_limit must be two numbers, not {shown(given)}")
+    least, most = (
+        math.inf if each in INFINITE else number({"time_step_limit": each}, "time_step_limit", 0.0) for each in given
+    )
+    if not 0 <= least <= most or least == math.inf:
+        raise ModelError(f"config.json: time_step_limit must be a range of positive numbers, not {shown(given)}")
+    return least, most

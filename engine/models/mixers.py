@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from .delta_layer import DeltaNet
+from .mamba2_layer import Mamba2
 from .short_conv import ShortConv
-from .states import LinearShape, MixerShape
+from .states import LinearShape, Mamba2Shape, MixerShape
 
-Mixer = DeltaNet | ShortConv
+Mixer = DeltaNet | ShortConv | Mamba2
 
 
 def make_mixer(
@@ -17,4 +18,6 @@ def make_mixer(
     """Return a layer's mixer, whose weights are to be read; None: it has attention. `eps`: of norms."""
     if isinstance(shape, LinearShape):
         return DeltaNet(shape, hidden, eps, dtype, device)
+    if isinstance(shape, Mamba2Shape):
+        return Mamba2(shape, eps, dtype, device)
     return None if shape is None else ShortConv(shape, dtype, device)

@@ -273,7 +273,7 @@ def objection(model: ModelSpec, device: torch.device, kernels: Kernels | None) -
     if model.decoder.norms_values and model.decoder.qk_norm != "head":
         return "the Triton kernels normalize values only with the queries and keys of each head"
     if model.decoder.has_states or model.decoder.gates_attention:
-        return "the Triton kernels between products are not for layers of linear attention and gated attention"
+        return "the Triton kernels between products are not for layers that keep states, nor for gated attention"
     if model.decoder.hidden_size > MAX_HIDDEN:
         return f"the Triton kernels serve hidden states of up to {MAX_HIDDEN} numbers"
     if model.decoder.qk_norm == "all" and model.decoder.rows(0)[0] > MAX_HIDDEN:

@@ -35,20 +35,26 @@ class ShortConv:
     def convolved(self, x: Tensor, states: LayerStates, segments: Segments) -> Tensor:
         """Return the convolution of x over the tokens of each segment's sequence: [tokens, channels]. The states that
         the segments name are read and written."""
-        windows = states.windows
-        if segments.are_single:  # decodes alone: all at once
-            source = segments.source.long()
-            line = windows[source.clamp(min=0)].masked_fill_((source < 0)[:, None, None], 0)
-            line = torch.cat([line, x[:, None]], 1)
+        windows, size = states.windows, self.taps.shape[-1] - 1
+        if segments.are_single:  # decodes alone
+            line = torch.cat([_before(windows, segments.source), x[:, None]], 1)
             windows[segments.target.long()] = line[:, 1:]
             return convolve(line, self.taps, self.bias)[:, 0]
-        found = torch.empty_like(x)
-        for first, end, read, written in segments.each:
-            window = windows[read] if read >= 0 else torch.zeros_like(windows[0])
-            line = torch.cat([window, x[first:end]])
-            windows[written] = line[end - first :]
-            found[first:end] = convolve(line, self.taps, self.bias)
-        return found
+        # The window and the tokens of each row, one row after the other
+        row_start, begin = segments.row_start.long(), segments.begin.long()
+        rows = torch.arange(len(row_start) - 1, device=x.device)
+        first = row_start[:-1].clamp(max=len(segments.source) - 1)  # a row may have no segments
+        line = x.new_empty(len(x) + len(rows) * size, x.shape[1])
+        reach = torch.arange(-size, 0, device=x.device)
+        line[(begin[row_start[:-1]] + (rows + 1) * size)[:, None] + reach] = _before(windows, segments.source[first])
+        shift = (rows + 1) * size
+        of_token = shift.repeat_interleave(begin[row_start].diff(), output_size=len(x))
+        places = torch.arange(len(x), device=x.device) + of_token
+        line[places] = x
+        of_segment = shift.repeat_interleave(row_start.diff(), output_size=len(segments.source))
+        windows[segments.target.long()] = line[(begin[1:] + of_segment)[:, None] + reach]
+        reach = torch.arange(-size, 1, device=x.device)
+        return convolve(line[places[:, None] + reach], self.taps, self.bias)[:, 0]
 
     def parts(self, prefix: str) -> list[tuple[str, Linear, int, int]]:
         """Return checkpoint names and places of the weights, as Layer.parts: there are no small linear layers."""
@@ -61,3 +67,8 @@ class ShortConv:
 
     def pack(self, kernels: Kernels | None, in_file: Mapping[Linear, InFile]) -> None:
         """There is nothing to pack."""
+
+
+def _before(windows: Tensor, source: Tensor) -> Tensor:
+    """Return the windows of these states, of -1 zeros: [n, taps - 1, channels]."""
+    return windows[source.long().clamp(min=0)].masked_fill_((source < 0)[:, None, None], 0)

@@ -18,7 +18,7 @@ from ..gguf import folder as gguf
 from ..gguf.forms import FORMS, stored_type
 from ..kernels.blocks import FORMATS, blocks_bytes
 from ..kernels.matmul import quantized_bytes
-from ..quantized.config import TypeOf, count_blocks, parse
+from ..quantized.config import Scheme, TypeOf, count_blocks, parse
 from ..types import ConfigError, ModelError
 from . import layer_kinds, multimodal
 from .architectures import architecture, native_architecture
@@ -29,7 +29,7 @@ from .gpu_weights import PIECE_NUMBERS
 from .keys import count_of, number, whole
 from .precision import head_bits, is_grouped, rounded_shapes
 from .states import LinearShape, MixerShape
-from .weights import Checkpoint
+from .weights import Checkpoint, original
 
 DTYPES = {
     "float32": torch.float32,
@@ -280,6 +280,8 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
     else:
         reason = layer_kinds.unsupported(source, name, family)
     if family is None or reason is not None:
+        if family is not None and family.mixer:  # transformers' interface is for attention alone
+            raise ModelError(f"{reason}")
         if native_only:
             raise ModelError(f"{reason}; leave `implementation` to auto")
         return None
@@ -308,7 +310,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         activation=layer_kinds.activation_of(source, family),
         ropes=ropes,
         turns=turns,
-        tied=bool(source.get("tie_embedding", source.get("tie_word_embeddings", family.tied))),
+        tied=layer_kinds.is_tied(source, family),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=family.mlp_bias and bool(source.get("mlp_bias", False)),
@@ -374,10 +376,13 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
     stored = parse(source["quantization_config"])
 
     def type_of(name: str, columns: int) -> str | None:
-        scheme = stored.scheme(name)
-        return None if scheme is None else scheme.blocks_type(columns)
+        found = scheme(name)
+        return None if found is None else found.blocks_type(columns)
 
-    return spec.stored_as(type_of, stored.scheme)
+    def scheme(name: str) -> Scheme | None:
+        return stored.scheme(original(name, family.renames))
+
+    return spec.stored_as(type_of, scheme)
 
 
 def _method(source: Mapping[str, Any]) -> str:

@@ -16,20 +16,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class LinearShape:
-    """The sizes of a layer of linear attention, see delta.py."""
+class MatrixShape:
+    """The sizes of a layer whose states are windows and a matrix for each head of values."""
 
     key_heads: int  # of queries, too
-    value_heads: int  # a multiple of key_heads: as many consecutive ones share a head of queries and keys
+    value_heads: int  # a multiple of key_heads: as many share a head of queries and keys
     key_dim: int
     value_dim: int
     taps: int  # tokens that the convolution sees: the last one, and those before it
-
-    has_bias: ClassVar[bool] = False  # of the projections
-    # Of the large projections
-    names: ClassVar[tuple[str, ...]] = "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj"
-    # Of those of how much a token corrects the state, and of its decay, which `quantization` leaves plain
-    small_names: ClassVar[tuple[str, ...]] = "linear_attn.in_proj_b", "linear_attn.in_proj_a"
 
     @property
     def keys(self) -> int:
@@ -46,22 +40,14 @@ class LinearShape:
         return 2 * self.keys + self.values
 
     @property
-    def rows(self) -> tuple[int, int, int]:
-        """The rows of the large projections before the states: of what is convolved, and of the output's gates."""
-        return self.channels, self.values, 0
-
-    @property
-    def small_rows(self) -> tuple[int, ...]:
-        return self.value_heads, self.value_heads
-
-    @property
     def seen(self) -> int:
         """The numbers of a token that the output projection multiplies."""
         return self.values
 
-    def others(self, hidden: int) -> int:
-        """Return the number of a layer's weights beside the large projections."""
-        return self.taps * self.channels + 2 * self.value_heads * (hidden + 1) + self.value_dim
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """The sizes of a state's matrices."""
+        return self.value_heads, self.key_dim, self.value_dim
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Return the size of a state in a model of this dtype."""
@@ -70,16 +56,44 @@ class LinearShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearShape(MatrixShape):
+    """The sizes of a layer of linear attention, see delta.py."""
+
+    # Whether value head j shares key head j % key_heads, as in GGUF files; else consecutive value heads share one.
+    is_tiled: bool = False
+
+    has_bias: ClassVar[bool] = False  # of the projections
+    # Of the large projections
+    names: ClassVar[tuple[str, ...]] = "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj"
+    # Of those of how much a token corrects the state, and of its decay, which `quantization` leaves plain
+    small_names: ClassVar[tuple[str, ...]] = "linear_attn.in_proj_b", "linear_attn.in_proj_a"
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """The rows of the large projections before the states: of what is convolved, and of the output's gates."""
+        return self.channels, self.values, 0
+
+    @property
+    def small_rows(self) -> tuple[int, ...]:
+        return self.value_heads, self.value_heads
+
+    def others(self, hidden: int) -> int:
+        """Return the number of a layer's weights beside the large projections."""
+        return self.taps * self.channels + 2 * self.value_heads * (hidden + 1) + self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ConvShape:
     """The sizes of a layer of gated short convolution, see short_conv.py. The fields are those of LinearShape."""
 
     channels: int
     taps: int
-    has_bias: bool
+    has_bias: bool  # of the projections and the convolution
 
     names: ClassVar[tuple[str, ...]] = "conv.in_proj", "conv.out_proj"
     small_names: ClassVar[tuple[str, ...]] = ()
     small_rows: ClassVar[tuple[int, ...]] = ()
+    matrices: ClassVar[tuple[int, int, int]] = 0, 0, 0  # there are none
 
     @property
     def rows(self) -> tuple[int, int, int]:
@@ -98,7 +112,30 @@ class ConvShape:
         return (self.taps - 1) * self.channels * dtype.itemsize
 
 
-MixerShape = LinearShape | ConvShape
+@dataclass(frozen=True, slots=True)
+class Mamba2Shape(MatrixShape):
+    """The sizes of a layer of Mamba2, see mamba2.py. Its queries, keys and values are C, B and x, and consecutive heads
+    of x share one of B and C."""
+
+    has_bias: bool  # of the projections
+    has_conv_bias: bool
+    limits: tuple[float, float]  # of the steps of time
+
+    names: ClassVar[tuple[str, ...]] = "mamba.in_proj", "mamba.out_proj"
+    small_names: ClassVar[tuple[str, ...]] = ()
+    small_rows: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """The rows of the projection before the states: of the output's gates, what is convolved, and the steps."""
+        return self.values + self.channels + self.value_heads, 0, 0
+
+    def others(self, hidden: int) -> int:
+        biases = self.rows[0] + hidden if self.has_bias else 0
+        return (self.taps + self.has_conv_bias) * self.channels + 3 * self.value_heads + self.values + biases
+
+
+MixerShape = LinearShape | ConvShape | Mamba2Shape
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -110,15 +147,14 @@ class LayerStates(NamedTuple):
     """The states of one layer."""
 
     windows: Tensor  # [states, taps - 1, channels]: of the last tokens what is convolved, in the model's dtype
-    # [states, value_heads, key_dim, value_dim] float32, or float64 if the model's dtype is; of convolutions empty
+    # [states, value_heads, key_dim, value_dim] float32, or float64 if the model's dtype is; of short convolutions empty
     matrices: Tensor
 
     @classmethod
     def allocate(cls, shape: MixerShape, count: int, dtype: torch.dtype, device: torch.device) -> LayerStates:
         """Return `count` states. They are not cleared: a sequence starts from zeros or from a snapshot."""
         windows = torch.empty(count, shape.taps - 1, shape.channels, dtype=dtype, device=device)
-        heads = (shape.value_heads, shape.key_dim, shape.value_dim) if isinstance(shape, LinearShape) else (0, 0, 0)
-        return cls(windows, torch.empty(count, *heads, dtype=wide(dtype), device=device))
+        return cls(windows, torch.empty(count, *shape.matrices, dtype=wide(dtype), device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +183,10 @@ class Segments:
 
     @property
     def are_single(self) -> bool:
-        """Whether each segment is one token, as when all rows decode."""
-        return self.begin_list == list(range(len(self.begin_list)))
+        """Whether each row is one segment of one token, as when all rows decode. Of a row with two such segments the
+        second continues from what the first has written."""
+        count = len(self.begin_list)
+        return len(self.row_start) == count and self.begin_list == list(range(count))
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[tuple[int, int, int]]], device: torch.device | str = "cpu") -> Segments:
@@ -161,18 +199,12 @@ class Segments:
             begins.append(begins[-1] + count)
         sources, targets = [source for _, source, _ in flat], [target for _, _, target in flat]
 
-        def on_device(numbers: list[int]) -> Tensor:
-            return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-        return cls(
-            row_start=on_device(starts),
-            begin=on_device(begins),
-            source=on_device(sources),
-            target=on_device(targets),
-            begin_list=begins,
-            source_list=sources,
-            target_list=targets,
-        )
+        lists = starts, begins, sources, targets
+        numbers = torch.tensor([number for each in lists for number in each], dtype=torch.int32)
+        if torch.device(device).type == "cuda":
+            numbers = numbers.pin_memory()  # so that the copy does not wait for the step in flight
+        row_start, begin, source, target = numbers.to(device, non_blocking=True).split(list(map(len, lists)))
+        return cls(row_start, begin, source, target, begins, sources, targets)
 
 
 class States(NamedTuple):

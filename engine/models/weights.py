@@ -81,6 +81,8 @@ class Entry:
 class Checkpoint:
     """The tensors of a model folder, by name. The constructor only reads and checks the headers. Raises ModelError."""
 
+    renames: tuple[tuple[str, str], ...] = ()  # see `rename`
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
@@ -117,20 +119,32 @@ class Checkpoint:
         """The total number of elements of all tensors."""
         return sum(prod(entry.shape) for entry in self.entries.values())
 
-    def rename(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Replace the first text of each pair in the tensors' names by the second."""
-        for old, new in pairs:
-            self.entries = {name.replace(old, new): entry for name, entry in self.entries.items()}
+    def rename(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Replace the first text of each pair in the tensors' names by the second. Raises ModelError."""
+        renamed: dict[str, Entry] = {}
+        for name, entry in self.entries.items():
+            own = name
+            for old, new in pairs:
+                own = own.replace(old, new)
+            if own in renamed:
+                raise ModelError(f"the checkpoint holds two tensors for {own}, one of which is {name}")
+            renamed[own] = entry
+        self.entries, self.renames = renamed, tuple(pairs)
+
+    def original(self, name: str) -> str:
+        """Return the name of a tensor in the files."""
+        return original(name, self.renames)
 
     def check(self, targets: Mapping[str, Tensor]) -> None:
         """Raise ModelError unless the checkpoint has every name, with the shape of its target."""
         for name, target in targets.items():
             entry = self.entries.get(name)
             if entry is None:
-                raise ModelError(f"the checkpoint lacks the tensor {name}; is it complete, and of this architecture?")
+                own = self.original(name)
+                raise ModelError(f"the checkpoint lacks the tensor {own}; is it complete, and of this architecture?")
             if entry.shape != tuple(target.shape):
                 raise ModelError(
-                    f"the tensor {name} in {entry.file} has the shape {list(entry.shape)}, "
+                    f"the tensor {self.original(name)} in {entry.file} has the shape {list(entry.shape)}, "
                     f"but config.json asks for {list(target.shape)}"
                 )
 
@@ -263,6 +277,13 @@ class Checkpoint:
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].offset)):
             files.setdefault(entry.file, []).append((name, entry))
         return files
+
+
+def original(name: str, renames: Sequence[tuple[str, str]]) -> str:
+    """Return the name that a tensor had before Checkpoint.rename."""
+    for old, new in reversed(renames):
+        name = name.replace(new, old)
+    return name
 
 
 def _entry(path: Path, base: int, found: _Described) -> Entry:

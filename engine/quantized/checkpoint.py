@@ -48,7 +48,7 @@ class QuantizedCheckpoint(Checkpoint):
 
     def __init__(self, files: Checkpoint, quantization: Quantization) -> None:
         self.folder, self.quantization = files.folder, quantization
-        self._files = files
+        self._files, self.renames = files, files.renames
         self._opened = self._files._opened
         self._weights: dict[str, Weight] = {}
         self.entries = dict(self._files.entries)
@@ -136,9 +136,11 @@ class QuantizedCheckpoint(Checkpoint):
         }
         if not layouts:
             return None
-        scheme = self.quantization.scheme(f"{module}.weight")
+        scheme = self.quantization.scheme(self.original(f"{module}.weight"))
         if scheme is None:
-            raise ModelError(f"the checkpoint holds {name}, which is quantized, but config.json does not say how")
+            raise ModelError(
+                f"the checkpoint holds {self.original(name)}, which is quantized, but config.json does not say how"
+            )
         layout = next((layouts[key] for key in scheme.layouts if key in layouts), None)
         if layout is None or entry.dtype != layout.dtype or len(entry.shape) != layout.dimensions:
             raise ModelError(f"{name} is not stored as {self.quantization.method} weights of {scheme.bits} bits are")

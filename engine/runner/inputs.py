@@ -65,7 +65,7 @@ class Inputs:
         cache: KVCache,
         device: torch.device,
         padded: int = 0,  # tokens, see Buffers
-        states: StateInputs | None = None,  # of models with linear attention
+        states: StateInputs | None = None,  # of models whose layers keep states
     ) -> None:
         self.block_size = block_size
         self.cache, self.states = cache, states

@@ -1,4 +1,4 @@
-"""StateInputs: the states of sequences, for models with layers of linear attention, and which of them a step uses."""
+"""StateInputs: the states of sequences, for models whose layers keep states, and which of them a step uses."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ SHAPES = {
     "no powers of two": LinearShape(2, 2, 48, 80, 3),
     "largest": LinearShape(1, 1, 256, 256, 2),
     "no window": LinearShape(1, 3, 16, 16, 1),
+    "tiled": replace(SHAPE, is_tiled=True),
 }
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 Row = Sequence[tuple[int, int, int]]
@@ -45,8 +46,8 @@ class Layer:
         self.shape = shape
         self.weights = DeltaWeights(
             taps=torch.randn(shape.channels, 1, shape.taps).to(dtype),
-            decay=torch.randn(shape.value_heads) - 1,
-            bias=torch.randn(shape.value_heads),
+            a_log=torch.randn(shape.value_heads) - 1,
+            dt_bias=torch.randn(shape.value_heads),
             norm=torch.rand(shape.value_dim).to(dtype) + 0.5,
         )
         self.qkvz = torch.randn(tokens, shape.channels + shape.values).to(dtype)
@@ -190,8 +191,8 @@ def test_slow_decays_are_exact():
     """The errors of decays near 1 add up over the tokens: so small rates have a small relative error, too."""
     layer = Layer(SHAPE)
     layer.gates[:, 4:] = torch.linspace(-18, -6, 64)[:, None]
-    layer.weights.bias.zero_()
-    layer.weights.decay.fill_(math.log(16.0))
+    layer.weights.dt_bias.zero_()
+    layer.weights.a_log.fill_(math.log(16.0))
     layer.qkvz[:, : SHAPE.channels] = 0  # so that a state only decays
     states, rate = layer.states(), 16 * F.softplus(layer.gates[:, 4].double()).sum()
     states.windows.zero_()

@@ -35,6 +35,7 @@ SHAPES = [
     LinearShape(key_heads=2, value_heads=6, key_dim=9, value_dim=33, taps=4),
     LinearShape(key_heads=3, value_heads=3, key_dim=1, value_dim=1, taps=8),
     LinearShape(key_heads=1, value_heads=2, key_dim=5, value_dim=7, taps=1),
+    LinearShape(key_heads=2, value_heads=8, key_dim=32, value_dim=16, taps=4, is_tiled=True),
 ]
 NUM_STATES = 8
 Rows = Sequence[Sequence[tuple[int, int, int]]]  # see Segments.of
@@ -62,8 +63,8 @@ class Layer:
         self.gates = (2 * torch.randn(tokens, 2 * shape.value_heads)).to(dtype)
         self.weights = DeltaWeights(
             taps=(torch.randn(shape.channels, 1, shape.taps) * 0.5).to(dtype),
-            decay=2 * torch.rand(shape.value_heads),
-            bias=torch.randn(shape.value_heads),
+            a_log=2 * torch.rand(shape.value_heads),
+            dt_bias=torch.randn(shape.value_heads),
             norm=(1 + torch.randn(shape.value_dim) / 8).to(dtype),
         )
         self.states = LayerStates.allocate(shape, NUM_STATES, dtype, CPU)
@@ -137,7 +138,7 @@ def test_a_state_that_no_segment_names_stays(variant, dtype):
     assert not torch.equal(states.matrices[2], layer.states.matrices[2])
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[6]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[6], SHAPES[7]], ids=str)
 def test_bits_depend_on_neither_steps_nor_segments_nor_threads(variant, dtype, shape):
     tokens = 75
     layer = Layer(shape, dtype, tokens)
@@ -186,12 +187,41 @@ def test_a_snapshot_continues_a_sequence_with_the_same_bits(variant, dtype):
     assert torch.equal(states.windows[2], states.windows[1])
 
 
+def test_value_heads_in_tiled_order_have_the_bits_of_consecutive_ones(variant, dtype):
+    tiled = SHAPES[7]
+    keys, group = tiled.key_heads, tiled.value_heads // tiled.key_heads
+    order = torch.arange(tiled.value_heads).view(group, keys).T.flatten()  # of tiled heads, so that sharing ones follow
+    layer, same = (Layer(tiled, dtype, num_tokens(ROWS)) for _ in range(2))
+    same.shape = replace(tiled, is_tiled=False)
+
+    def reordered(x: Tensor, first: int, size: int) -> Tensor:
+        """Return x, whose heads of `size` numbers from the column `first` on are in the other order."""
+        moved = x[:, first : first + tiled.value_heads * size].unflatten(1, (tiled.value_heads, size))[:, order]
+        return torch.cat([x[:, :first], moved.flatten(1), x[:, first + tiled.value_heads * size :]], 1)
+
+    values, dim = 2 * tiled.keys, tiled.value_dim
+    same.qkvz = reordered(reordered(layer.qkvz, values, dim), tiled.channels, dim)
+    same.gates = reordered(reordered(layer.gates, 0, 1), tiled.value_heads, 1)
+    taps, decay, bias, norm = layer.weights
+    same_taps = reordered(taps.view(1, tiled.channels, tiled.taps).flatten(1), values * tiled.taps, dim * tiled.taps)
+    same.weights = DeltaWeights(same_taps.view_as(taps), decay[order], bias[order], norm)
+    states = layer.copied()
+    windows = reordered(states.windows.flatten(0, 1), values, dim).view_as(states.windows)
+    same_states = LayerStates(windows, states.matrices[:, order].contiguous())
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        ours, theirs = (LayerStates(*(each.clone() for each in own)) for own in (states, same_states))
+        found, want = layer.compute(variant, ROWS, ours), same.compute(variant, ROWS, theirs)
+        assert torch.equal(reordered(found, 0, dim), want)
+        assert torch.equal(ours.matrices[:, order], theirs.matrices)
+
+
 def test_extreme_gates_overflow_nothing(variant, dtype):
     shape = SHAPES[1]
     layer = Layer(shape, dtype, 12)
     extreme = torch.tensor([-1e4, -100.0, -30.0, 0.0, 19.9, 20.1, 100.0, 1e4]).to(dtype)
     layer.gates.copy_(extreme[torch.arange(layer.gates.numel()) % 8].view_as(layer.gates))
-    layer.weights.decay[0] = 5.0  # forgets everything at once
+    layer.weights.a_log[0] = 5.0  # forgets everything at once
     states = layer.copied()
     out = layer.compute(variant, [[(12, 0, 0)]], states)
     same, same_states = layer.expected([[(12, 0, 0)]], dtype)
@@ -263,7 +293,7 @@ def test_arguments_that_do_not_fit_are_refused():
     refused("qkvz is not contiguous", turned)
     refused("norm is", layer(norm=torch.ones(shape.value_dim + 1)))
     refused("taps is", layer(taps=torch.ones(shape.channels, 1, shape.taps + 1)))
-    refused("decay is", layer(decay=torch.ones(shape.value_heads, dtype=torch.float64)))
+    refused("decay is", layer(a_log=torch.ones(shape.value_heads, dtype=torch.float64)))
     plain = layer()
     refused("matrices is", plain, plain.states._replace(matrices=plain.states.matrices.bfloat16()))
     refused("windows is", plain, plain.states._replace(windows=plain.states.windows[:, :, 1:]))

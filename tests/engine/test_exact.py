@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from engine import ConfigError, EngineConfig, EngineRequest, LocalEngine, SamplingParams
 from engine.build import build, describe
 from engine.kernels.library import choose
-from tests.models import VOCAB, cache_groups, make
+from tests.engine.test_models import Bench, load
+from tests.models import MODELS, VOCAB, cache_groups, make, prompt
 
 FEW = 14  # blocks of each group of layers: so few that requests are preempted
 Found = list[tuple[list[int], list[float]]]
@@ -71,6 +72,9 @@ async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, i
         ("smollm3-window", "bfloat16", "none", "auto"),
         ("olmo3", "bfloat16", "none", "auto"),
         ("granite", "bfloat16", "int8", "auto"),
+        ("granitemoehybrid-mamba", "float32", "none", "auto"),
+        ("granitemoehybrid-mamba", "bfloat16", "int8", "int8"),
+        ("granitemoehybrid-experts", "bfloat16", "none", "auto"),
         ("gemma2", "bfloat16", "none", "auto"),
         ("glm4", "bfloat16", "none", "auto"),
         ("ministral3", "bfloat16", "none", "auto"),
@@ -133,3 +137,19 @@ def test_a_batch_invariant_engine_is_exact_or_does_not_start(tmp_path, settings,
     assert build(config).info.exact
     with pytest.raises(ConfigError, match=f"`batch_invariant` cannot be kept here, so leave it out: .*{reason}"):
         describe(replace(config, **settings))
+
+
+@pytest.mark.usefixtures("same_threads_after")
+def test_gates_of_attention_have_the_same_bits_wherever_threads_divide_them(tmp_path, monkeypatch):
+    """Of 33,000 numbers and more in float32, torch's sigmoid rounds some by the thread that computes them."""
+    size = {"num_attention_heads": 8, "head_dim": 256, "layer_types": ["full_attention"] * 2 + ["linear_attention"]}
+    monkeypatch.setitem(MODELS, "qwen3_5-wide", ("qwen3_5_text", {**MODELS["qwen3_5_text"][1], **size}))
+    model = load(make("qwen3_5-wide", tmp_path), torch.float32)
+    if not model.product.invariant:
+        pytest.skip("torch computes here")
+    torch.set_num_threads(3)
+    ids = prompt(151)
+    whole = Bench(model).step({0: ids})[0]
+    bench = Bench(model)
+    parts = [bench.step({0: ids[start : start + 13]})[0] for start in range(0, len(ids), 13)]
+    assert torch.equal(torch.cat(parts), whole)

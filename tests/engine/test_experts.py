@@ -76,7 +76,7 @@ def test_a_token_that_is_no_number_spoils_no_other():
     assert torch.equal(beside[[0, 1, 3, 4]], alone[[0, 1, 3, 4]])
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe-groups", "granitemoe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe-groups", "granitemoe", "granitemoehybrid-nope"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_experts_are_quantized_and_the_router_is_not(tmp_path, name, quantization):
     if choose("auto", CPU, torch.float32).kernels is None:
@@ -112,6 +112,8 @@ def test_layers_without_experts_have_an_mlp(tmp_path):
         ("mixtral", [Fused, Eager]),
         ("qwen3_moe-sparse", [Fused, Eager]),
         ("glm4_moe", [Fused, Eager]),
+        ("granitemoehybrid-nope", [Fused, Eager]),
+        ("granitemoehybrid-experts", [Eager]),
         ("gpt_oss", [Eager]),
     ],
 )
@@ -243,7 +245,7 @@ def test_sliding_windows_of_qwen3_moe_are_left_to_transformers():
 
 def test_every_family_with_experts_names_their_four_tensors():
     named = [family.experts.names for family in FAMILIES.values() if family.experts]
-    assert len(named) == 14
+    assert len(named) == 15
     for router, gate, up, down in named:
         assert "{}" not in router and all(name.count("{}") == 1 for name in (gate, down, up or gate))
 

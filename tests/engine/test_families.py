@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +44,7 @@ EXECUTORS = {
     "ministral3": Eager,
     "glm4": Eager,
     "granitemoehybrid": Fused,
+    "granitemoehybrid-mamba": Eager,
     "seed_oss-bias": Fused,
     "ernie4_5": Eager,
 }
@@ -115,22 +115,12 @@ def test_what_experts_of_granite_add_is_scaled(tmp_path):
     assert {down.scale for layer in model.layers if layer.experts is not None for down in layer.experts.downs} == {0.22}
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "only layers with attention"),
-        ({"layer_types": ["mamba"] * 3}, "only layers with attention"),
-        ({"layer_types": None}, "only layers with attention"),
-        ({"num_local_experts": 8}, "needs num_local_experts to be 0 for GraniteMoeHybridForCausalLM, not 8"),
-        ({"position_embedding_type": "nope"}, "needs position_embedding_type to be rope"),
-    ],
-)
-def test_a_granite_4_with_state_or_experts_is_refused(changed, reason):
-    source = {**BASE, **MODELS["granitemoehybrid"][1], "architectures": ["GraniteMoeHybridForCausalLM"]}
-    read = partial(read_spec, config=EngineConfig(model=""), native_only=True)
-    assert read({**source, "layer_types": ["attention"] * 3}) is not None  # as older versions of transformers write it
-    with pytest.raises(ModelError, match=reason):
-        read({**source, **changed})
+@pytest.mark.parametrize(("kind", "turns"), [("rope", (0, 0, 0)), ("nope", (-1, -1, -1)), (None, (-1, -1, -1))])
+def test_layers_of_granite_4_may_have_no_rotary_embedding(kind, turns):
+    given = {**MODELS["granitemoehybrid"][1], "layer_types": ["attention"] * 3}  # as older versions of transformers
+    spec = spec_of("granitemoehybrid", **given | {"position_embedding_type": kind})
+    assert spec is not None and spec.decoder is not None and spec.decoder.turns == turns
+    assert not spec.mixers and spec.decoder.experts is None
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,11 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def limit_of(name: str) -> float:
-    """Return the tolerance: gemma2's softmax, gemma4's norms and the states of qwen3_5 are in float32, even if the rest
-    is in float64."""
-    if name in FLOAT32_ONLY:
-        return 2e-5
-    float32 = {"gemma2": 1e-5, "gemma4": 5e-5, "qwen3_5": 5e-5}
-    return next((limit for start, limit in float32.items() if name.startswith(start)), 1e-9)
+    """Return the tolerance: gemma2's softmax, gemma4's norms and the states of qwen3_5 and granitemoehybrid are in
+    float32, even if the rest is in float64."""
+    float32 = {"gemma2": 1e-5, "gemma4": 5e-5, "qwen3_5": 5e-5, "granitemoehybrid-mamba": 5e-5}
+    default = 2e-5 if name in FLOAT32_ONLY else 1e-9
+    return next((limit for start, limit in float32.items() if name.startswith(start)), default)
 
 
 def load(folder: Path, dtype: torch.dtype, max_len: int | None = None, kv_dtype: str = "auto") -> models.Model:

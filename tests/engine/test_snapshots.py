@@ -6,6 +6,7 @@ from engine.snapshots import SnapshotCache
 from engine.types import EngineRequest, SamplingParams
 
 PROMPT = list(range(100, 122))  # five full blocks of four tokens, and two tokens
+LONG = list(range(100, 194))  # 23 full blocks, and two tokens
 
 
 def sequence(number: int, tokens: list[int], **params) -> Sequence:
@@ -61,40 +62,83 @@ def test_a_snapshot_is_taken_at_the_end_of_a_prompt_and_the_next_turn_continues_
 
 
 def test_a_prefix_counts_as_far_as_there_is_a_snapshot():
-    cache = SnapshotCache(BlockPool(64), count=4)
-    first = sequence(1, PROMPT)
+    cache = SnapshotCache(BlockPool(128), count=4)
+    first = sequence(1, LONG)
     enter(cache, first)
     compute(cache, first)
-    other = sequence(2, [*PROMPT[:14], 1, 2, 3, 4, 5])
-    assert cache.match(other) == [], "three blocks are cached, but the state after them was not kept"
+    other = sequence(2, [*LONG[:75], 1, 2, 3, 4, 5])
+    assert cache.match(other) == [], "18 blocks are cached, but the state after them was not kept"
     enter(cache, other)
-    assert launch(cache, (other, 19)) == [(-1, ((12, 1), (16, 2)))], "where it branches off, and at its end"
+    assert launch(cache, (other, 80)) == [(-1, ((72, 1), (76, 2)))], "where it branches off, and at its end"
     collect(cache, other, 1)
-    assert len(cache.match(sequence(3, [*PROMPT[:14], 9, 9, 9])) or []) == 3
-    assert cache.match(sequence(4, PROMPT, prompt_logprobs=0)) == [], "a cached token has no logits"
-    cache.check([first, other])
+    assert len(cache.match(sequence(3, [*LONG[:75], 9, 9, 9])) or []) == 18
+    assert cache.match(sequence(4, LONG, prompt_logprobs=0)) == [], "a cached token has no logits"
+    near = sequence(5, [*LONG[:50], 1, 2, 3, 4, 5])
+    enter(cache, near)
+    assert launch(cache, (near, 55)) == [(-1, ((52, 3),))], "48 tokens are not worth a snapshot of their own"
+    cache.check([first, other, near])
 
 
 def test_who_waits_for_a_prefix_has_a_snapshot_taken_where_it_branches_off():
-    cache = SnapshotCache(BlockPool(64), count=4)
-    first, second = sequence(1, PROMPT), sequence(2, [*PROMPT[:14], 1, 2, 3])
+    cache = SnapshotCache(BlockPool(256), count=4)
+    whole = [*LONG, *range(100)]  # 48 full blocks, and two tokens
+    first, second = sequence(1, whole), sequence(2, [*whole[:150], 1, 2, 3])
     enter(cache, first)
+    assert cache.match(sequence(3, [*whole[:40], 1, 2, 3])) == [], "40 tokens are not worth waiting for"
     assert cache.match(second) is None
-    assert launch(cache, (first, 8)) == [(-1, ())]
+    launch(cache, (first, 60))
     collect(cache, first)
-    assert cache.match(second) is None, "the third block is not full"
-    assert launch(cache, (first, 14)) == [(-1, ((12, 0), (20, 1)))]
+    assert cache.match(second) is None, "there is a snapshot at 60 tokens, and there will be one at 148"
+    assert launch(cache, (first, 134)) == [(-1, ((148, 1), (192, 2)))]
+    assert cache.match(second) is None, "the step that takes it is in flight"
     collect(cache, first, 7)
-    assert enter(cache, second) == 12 and launch(cache, (second, 5)) == [(0, ((16, 2),))]
+    assert enter(cache, second) == 148 and launch(cache, (second, 5)) == [(1, ((152, 0),))]
     cache.check([first, second])
 
 
 def test_nobody_waits_for_a_snapshot_that_can_no_longer_be_taken():
-    cache = SnapshotCache(BlockPool(64), count=4)
-    first, second = sequence(1, PROMPT), sequence(2, [*PROMPT[:14], 1, 2, 3])
+    cache = SnapshotCache(BlockPool(128), count=4)
+    first, second = sequence(1, LONG), sequence(2, [*LONG[:70], 1, 2, 3])
     enter(cache, first)
-    launch(cache, (first, 14))  # in flight
+    launch(cache, (first, 80))  # in flight
     assert cache.match(second) == []
+
+
+def test_sequences_wait_for_one_that_computes_a_cached_prefix_again_for_its_snapshot():
+    cache = SnapshotCache(BlockPool(128), count=4)
+    first = sequence(1, LONG)
+    enter(cache, first)
+    compute(cache, first)
+    second, third = (sequence(number, [*LONG[:80], number, number]) for number in (2, 3))
+    enter(cache, second)
+    assert cache.match(third) is None, "the blocks are cached, and the second sequence will take the snapshot"
+    assert launch(cache, (second, 82)) == [(-1, ((80, 1),))], "one, though it branches off where its prompt ends"
+    collect(cache, second, 1)
+    assert enter(cache, third) == 80
+    fourth = sequence(4, [*LONG[:70], 1, 2, 3])
+    enter(cache, fourth)
+    waiting = sequence(5, [*LONG[:70], 9])
+    assert cache.match(waiting) is None
+    cache.release(fourth)
+    assert cache.match(waiting) == [], "nobody will take it any more"
+    cache.check([first, second, third])
+
+
+def test_the_last_snapshot_of_a_prompt_moves_with_its_parts_so_that_a_preemption_loses_little():
+    cache = SnapshotCache(BlockPool(64), count=4)
+    first = sequence(1, LONG)
+    enter(cache, first)
+    assert launch(cache, (first, 30)) == [(-1, ((28, 0),))]
+    collect(cache, first)
+    assert launch(cache, (first, 30)) == [(-1, ((60, 1),))]
+    collect(cache, first)
+    assert cache.match(sequence(2, [*LONG[:30], 5])) == [], "that at 28 tokens is gone"
+    cache.release(first)
+    first.num_computed = first.start = 0
+    assert enter(cache, first) == 60
+    assert launch(cache, (first, 34)) == [(1, ((92, 0),))]
+    collect(cache, first, 7)
+    cache.check([first])
 
 
 def test_the_last_snapshot_of_an_output_moves_with_it():
@@ -119,15 +163,19 @@ def test_the_least_recently_used_snapshot_makes_room():
         enter(cache, seq)
         compute(cache, seq)
         cache.release(seq)
-    used = sequence(7, [0, *PROMPT, 1])
+    used, again = sequence(6, [0, *PROMPT, 1]), sequence(7, [0, *PROMPT, 1])
     assert enter(cache, used) == 20
+    launch(cache, (used, 4))
+    collect(cache, used, 1)
+    cache.release(used)
+    assert enter(cache, again) == 20
     third = sequence(8, [8, *PROMPT])
     enter(cache, third)
-    [(_, own), (_, saved)] = launch(cache, (used, 4), (third, 23))
+    [(_, own), (_, saved)] = launch(cache, (again, 4), (third, 23))
     assert (own, saved) == ((), ((20, 1),)), "what a row of the step continues from is not written in it"
     collect(cache, third, 1)
     assert cache.match(sequence(9, [1, *PROMPT, 1])) == [] and cache.match(sequence(10, [0, *PROMPT, 1])) != []
-    cache.check([used, third])
+    cache.check([again, third])
 
 
 def test_a_sequence_that_leaves_returns_the_snapshots_of_its_step_in_flight():

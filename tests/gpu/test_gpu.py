@@ -89,6 +89,7 @@ async def test_a_batch_invariant_engine_gives_the_same_bits_alone_and_in_any_bat
 LINEAR = {
     "Qwen3.5 9B": LinearShape(16, 32, 128, 128, 4),
     "small": LinearShape(2, 4, 32, 16, 4),
+    "tiled": LinearShape(2, 4, 32, 16, 4, is_tiled=True),
     "no powers of two": LinearShape(2, 4, 48, 80, 3),
     "largest": LinearShape(2, 2, 256, 256, 4),
 }

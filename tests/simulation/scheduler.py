@@ -17,16 +17,20 @@ import hashlib
 import random
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from engine import snapshots
 from engine.batch import PENDING, Batch, Embedded, Outcome, Row, Sampled, StepResult
 from engine.cache_groups import CacheGroups
 from engine.config import POLICIES, EngineConfig
 from engine.refusal import POOLINGS
 from engine.scheduler import Scheduler
 from engine.types import EngineRequest, Pooling, SamplingParams, TokenDelta, TokenLogprob
-from tests.simulation.states import FakeStates
+
+if TYPE_CHECKING:
+    from tests.simulation.states import FakeStates
 
 VOCAB = 97
 STOP = 0
@@ -359,7 +363,13 @@ class Episode:
         self.scheduler = Scheduler(
             self.config, self.num_blocks, VOCAB, self.clock, self.groups, has_states=self.has_states
         )
-        self.states = FakeStates(self.config.block_size) if self.has_states else None
+        if self.has_states:
+            from tests.simulation.states import FakeStates  # needs torch
+
+            snapshots.SPACING = self.rng.choice((4, 16, 64))  # prompts of many blocks are few here
+
+            assert self.config.max_seqs and self.config.num_snapshots is not None
+            self.states = FakeStates(self.config.block_size, self.config.max_seqs, self.config.num_snapshots)
         self.runner = FakeRunner(self.config.block_size, self.rng, self.groups, self.states)
         self.prefixes = [[self.rng.randrange(VOCAB) for _ in range(self.scheduler.max_len)] for _ in range(3)]
         rate = self.rng.choice((0.02, 0.1, 0.3, 0.8))

@@ -146,18 +146,18 @@ def _token(
 def recur(
     convolved_ptr, numbers_ptr, matrices_ptr, row_start_ptr, begin_ptr, source_ptr, target_ptr, read_ptr,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_P: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    IS_TILED: tl.constexpr, KEY_P: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write what the tokens of a row read, and the matrices of the row's targets, for COLUMNS columns of one head.
 
     convolved, numbers: as `convolve` writes them. matrices: see models/states.py. read: [tokens, VALUE_HEADS *
-    VALUE_DIM]. KEY_P: a power of two, not below KEY_DIM. PARTS: of a head's columns.
+    VALUE_DIM]. IS_TILED: see models/states.py. KEY_P: a power of two, not below KEY_DIM. PARTS: of a head's columns.
     """
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
     value_head = tl.program_id(0) // PARTS
-    key_head = value_head // (VALUE_HEADS // KEY_HEADS)
+    key_head = value_head % KEY_HEADS if IS_TILED else value_head // (VALUE_HEADS // KEY_HEADS)
     row = tl.program_id(1)
     keys = tl.arange(0, KEY_P)
     columns = tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
