@@ -340,8 +340,8 @@ def _plan(described: Described, *, again: bool) -> tuple[Machine, memory.Plan]:
 def _with_more_seqs(described: Described, machine: Machine, plan: memory.Plan, limits: Roofline) -> memory.Plan:
     """Return the plan for as many sequences per step as a CPU computes in twice the time of one, a power of two.
 
-    The plan remains as it is if that number is lower, if there is not the memory for it, or if states
-    would then take more of it than the KV cache.
+    The plan remains as it is if that number is lower, if there is not the memory for it, or if the
+    states of so many would take more of it than the KV cache.
     """
     config, rows = described.config, limits.rows(SLOWDOWN)
     seqs = min(1 << rows.bit_length() - 1, MAX_SEQS, config.max_batched_tokens or MAX_SEQS)
@@ -351,7 +351,8 @@ def _with_more_seqs(described: Described, machine: Machine, plan: memory.Plan, l
         more = dataclasses.replace(described, config=replace(config, max_seqs=seqs)).arrange(machine)
     except memory.Impossible:
         return plan
-    return more if more.max_len == plan.max_len and more.states_bytes <= more.kv_cache_bytes else plan
+    is_small = seqs * described.spec.state_bytes <= more.kv_cache_bytes
+    return more if more.max_len == plan.max_len and is_small else plan
 
 
 def set_threads(described: Described) -> None:

@@ -235,7 +235,8 @@ def _arrange(
     given = block_bytes * config.num_blocks if config.num_blocks else config.kv_cache_memory or 0  # bytes of the cache
     available = _usable(machine) if given else _budget(machine, config)
     most = 0 if given else USEFUL * config.max_seqs * blocks_for(config.max_len) * block_bytes
-    seqs, (config, notes) = config.max_seqs, with_snapshots(spec, requested, config, available - fixed - given, most)
+    seqs, request = config.max_seqs, blocks_for(config.max_len) * block_bytes
+    config, notes = with_snapshots(spec, requested, config, available - fixed - given, cache=most, request=request)
     assert config.max_len and config.max_seqs and config.max_batched_tokens
     if config.max_seqs < seqs:  # which need less memory for activations, too
         fewer = structs.replace(requested, max_seqs=config.max_seqs)

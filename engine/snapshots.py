@@ -32,7 +32,7 @@ class _Pending:
     due: list[int] = field(default_factory=list)  # numbers of tokens, ascending, at the ends of blocks
     restored: int = -1  # the one that it continues from, until its first row is launched
     inflight: list[tuple[int, int, bool]] = field(default_factory=list)  # tokens, snapshot, and whether it moves along
-    moving: bytes = b""  # the hash of the block at whose end is the published one that moves along
+    moving: tuple[bytes, int] = b"", -1  # the published one that moves along, and the hash of the block at its end
 
 
 class SnapshotCache(PrefixCache):
@@ -53,11 +53,12 @@ class SnapshotCache(PrefixCache):
         chunk: int = 1,
         *,
         count: int = 0,
+        spacing: int = SPACING,
     ) -> None:
-        """`count`: the number of snapshots; with none, sequences share no prefixes."""
+        """`count`: the number of snapshots; with none, sequences share no prefixes. `spacing`: see SPACING."""
         super().__init__(pool, is_enabled and count > 0, groups, chunk)
         assert not self._has_groups, "no model has both layers that keep states and sliding windows"
-        self.count = count
+        self.count, self._spacing = count, spacing
         self._free = list(range(count - 1, -1, -1))
         self._published: dict[bytes, int] = {}  # by the hash of the block; the least recently used is first
         self._pinned: set[int] = set()  # those that sequences continue from in the step that is being scheduled
@@ -97,7 +98,7 @@ class SnapshotCache(PrefixCache):
         """Return whether a sequence whose first `found` blocks are cached, `usable` of them up to a snapshot, waits for
         another one: at their end, or where it branches off from a sequence that fills its next block, if that one has
         not computed more already."""
-        most, least, end = self._most(seq), usable * seq.block_size + SPACING, found
+        most, least, end = self._most(seq), usable * seq.block_size + self._spacing, found  # blocks, tokens, blocks
         filler = self._filling.get(self.block_hash(seq, found)) if found < most else None
         while filler is not None and end < most and self._filling.get(self.block_hash(seq, end)) == filler:
             end += 1
@@ -113,7 +114,9 @@ class SnapshotCache(PrefixCache):
 
     def _expect(self, seq: Sequence, position: int, block_hash: bytes) -> None:
         """Have a running sequence take a snapshot, unless there is one or another sequence will take it."""
-        if block_hash not in self._published and block_hash not in self._expected:
+        published = self._published.get(block_hash, -1)
+        stays = published >= 0 and all(other.moving[1] != published for other in self._pending.values())
+        if not stays and block_hash not in self._expected:
             self._expected[block_hash] = seq.id
             insort(self._pending[seq.id].due, position)
 
@@ -127,9 +130,12 @@ class SnapshotCache(PrefixCache):
             block_hash = self.block_hash(seq, len(hits) - 1)
             pending.restored = self._published[block_hash] = self._published.pop(block_hash)  # the most recently used
             self._pinned.add(pending.restored)
+            for other in self._pending.values():
+                if other.moving[1] == pending.restored:  # it is of use where it is
+                    other.moving = b"", -1
         matched, found = self._matched
         found = found if matched == seq.id else self._num_found(seq)
-        for blocks, least in ((found, SPACING), (self._most(seq), seq.block_size)):
+        for blocks, least in ((found, self._spacing), (self._most(seq), seq.block_size)):
             if blocks * seq.block_size >= seq.capacity + least:
                 self._expect(seq, blocks * seq.block_size, self.block_hash(seq, blocks - 1))
 
@@ -142,7 +148,8 @@ class SnapshotCache(PrefixCache):
             pending = self._pending[seq.id]
             taken = self._kept(seq, pending, seq.start + count)
             position = self._last(seq, seq.start + count)
-            if position > (taken[-1][0] if taken else seq.start) and (snapshot := self._take()) is not None:
+            has_moved = position > (taken[-1][0] if taken else seq.start)
+            if has_moved and (snapshot := self._take(pending)) is not None:
                 pending.inflight.append((position, snapshot, True))
                 taken.append((position, snapshot))
             seq.snapshots = (pending.restored, taken) if taken or pending.restored >= 0 else None
@@ -162,18 +169,24 @@ class SnapshotCache(PrefixCache):
                 taken.append((position, snapshot))
         return taken
 
-    @staticmethod
-    def _last(seq: Sequence, end: int) -> int:
+    def _last(self, seq: Sequence, end: int) -> int:
         """Return where the last snapshot is to be when the tokens up to `end` have been computed."""
-        unit = max(1, SPACING // seq.block_size) * seq.block_size if end > seq.prompt_len else seq.block_size
+        unit = max(1, self._spacing // seq.block_size) * seq.block_size if end > seq.prompt_len else seq.block_size
         return 0 if end == seq.prompt_len else end // unit * unit
 
-    def _take(self) -> int | None:
-        """Return a free snapshot, or the least recently used one, which then cannot be found; None: all are in use."""
+    def _take(self, pending: _Pending | None = None) -> int | None:
+        """Return a free snapshot, or that of `pending` that moves along, or the least recently used one. A published
+        one can then not be found any more. None: all are in use."""
         if self._free:
             return self._free.pop()
+        if pending is not None and self._is_own(pending) and pending.moving[1] not in self._pinned:
+            return self._published.pop(pending.moving[0])
         found = next((block_hash for block_hash, each in self._published.items() if each not in self._pinned), None)
         return None if found is None else self._published.pop(found)
+
+    def _is_own(self, pending: _Pending) -> bool:
+        """Return whether the snapshot that moves along is still published."""
+        return self._published.get(pending.moving[0]) == pending.moving[1]
 
     def publish(self, seq: Sequence) -> None:
         super().publish(seq)
@@ -183,14 +196,18 @@ class SnapshotCache(PrefixCache):
             block_hash = self.block_hash(seq, position // seq.block_size - 1)
             if not is_moving:
                 del self._expected[block_hash]
-            last, pending.moving = pending.moving, b""
+            if self._is_own(pending) and pending.moving[0] != block_hash:
+                self._free.append(self._published.pop(pending.moving[0]))
+            pending.moving = b"", -1
+            # A sequence that moves on drops its own: one that is to stay takes its place.
+            if block_hash in self._published and not is_moving:
+                self._free.append(self._published.pop(block_hash))
             if block_hash in self._published:
                 self._free.append(snapshot)
-            else:
-                self._published[block_hash] = snapshot
-                pending.moving = block_hash if is_moving else b""
-            if last in self._published and last != block_hash:
-                self._free.append(self._published.pop(last))
+                continue
+            self._published[block_hash] = snapshot
+            if is_moving:
+                pending.moving = block_hash, snapshot
 
     def release(self, seq: Sequence, step: int | None = None) -> None:
         super().release(seq, step)

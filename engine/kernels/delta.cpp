@@ -308,7 +308,7 @@ struct Step {
     }
   }
 
-  // Of Mamba2, whose gates set the steps of time, `beta` is the step, on which the decay depends.
+  // Of Mamba2, whose gates set the time steps (dt), `beta` is a token's, on which the decay depends.
   void load_gates(int64_t token, int64_t count, int64_t head, const Space& space) const {
     for (int64_t t = 0; t < padded(count); ++t) {
       const Number* own = gates + (token + min(t, count - 1)) * d.gates_stride + head;

@@ -142,5 +142,5 @@ struct Delta {
   int64_t qkvz_stride, gates_stride;     // from a token to the next, in numbers
   float eps;
   int32_t is_tiled;                      // see LinearShape in models/states.py
-  float least, most;                     // Mamba2: limits of the steps of time
+  float least, most;                     // Mamba2: limits of the time steps
 };

@@ -404,7 +404,7 @@ LFM2_NAMES = (
     (".self_attn.out_proj.", ".self_attn.o_proj."),
     (".self_attn.q_layernorm.", ".self_attn.q_norm."),
     (".self_attn.k_layernorm.", ".self_attn.k_norm."),
-    (".feed_forward.expert_bias", ".mlp.gate.e_score_correction_bias"),
+    (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),
     (".feed_forward.", ".mlp."),
     (".w1.", ".gate_proj."),
     (".w2.", ".down_proj."),

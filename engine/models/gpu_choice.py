@@ -18,6 +18,7 @@ from .gpu_layers import add_norm
 from .gpu_weights import GPUProduct
 from .layer_inputs import LayerInputs
 from .layers import Linear
+from .mamba2_layer import Mamba2
 from .norms import RMSNorm
 from .on_gpu import OnGPU
 from .rope import Rotary
@@ -76,10 +77,12 @@ def choose(
 
 def _slow(layers: Sequence[Layer]) -> str:
     """Return what else torch computes, slowly, and why; empty: nothing."""
-    mixers = (layer.mixer for layer in layers)
-    reasons = (mixer.objection for mixer in mixers if isinstance(mixer, DeltaNet))
-    reason = next(filter(None, reasons), None)
-    return f"; and linear attention token by token: {reason}" if reason else ""
+    for layer in layers:
+        if isinstance(layer.mixer, Mamba2):
+            return "; and Mamba2 token by token, for which there is no Triton kernel"
+        if isinstance(layer.mixer, DeltaNet) and layer.mixer.objection is not None:
+            return f"; and linear attention token by token: {layer.mixer.objection}"
+    return ""
 
 
 def _experts(layers: Sequence[Layer]) -> Iterator[Experts]:

@@ -1,9 +1,9 @@
 """Mamba2: layers whose state is a matrix that each token adds to.
 
 The method is from Dao and Gu 2024, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
-Structured State Space Duality". A head's matrix maps keys (B) to values (x). A token has a step of time. The matrix is
-multiplied by a decay, which depends on the step, and the outer product of the key and the value is added to it, times
-the step. What is read with the query (C), plus a part of the value itself, is the output. Queries, keys and values are
+Structured State Space Duality". A head's matrix maps keys (B) to values (x). A token has a time step (dt). The
+matrix is multiplied by a decay, which depends on it, and the outer product of the key and the value is added, times the
+time step. What is read with the query (C), plus a part of the value itself, is the output. Queries, keys and values are
 convolved over the last tokens before.
 
 `mamba2` is in torch. It is used where there is no kernel, and it is the oracle of the kernel's tests.

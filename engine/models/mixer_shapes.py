@@ -17,7 +17,7 @@ from .states import ConvShape, LinearShape, Mamba2Shape, MixerShape
 MAX_DIM, MAX_TAPS = 1 << 10, 1 << 6
 KINDS = {"linear": "linear_attention", "conv": "conv", "mamba": "mamba"}  # how layer_types names these layers
 INFINITE = math.inf, {"__float__": "Infinity"}  # as transformers writes it
-# The same kinds as transformers names them in layer_types, and in layers_block_type, of which it has made layer_types
+# Other spellings of these kinds: of transformers, and of older configs, whose key is layers_block_type.
 OTHER_NAMES = {"linear_attention": "mamba", "attention": "full_attention"}
 
 
@@ -112,7 +112,7 @@ def _mamba(source: Mapping[str, Any]) -> Mamba2Shape:
 
 
 def _limits(source: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the limits of the steps of time."""
+    """Return the limits of the time steps."""
     given = source.get("time_step_limit")
     if given is None:
         return 0.0, math.inf
@@ -122,5 +122,5 @@ def _limits(source: Mapping[str, Any]) -> tuple[float, float]:
         math.inf if each in INFINITE else number({"time_step_limit": each}, "time_step_limit", 0.0) for each in given
     )
     if not 0 <= least <= most or least == math.inf:
-        raise ModelError(f"config.json: time_step_limit must be a range of positive numbers, not {shown(given)}")
+        raise ModelError(f"config.json: time_step_limit must be a range of numbers from 0 on, not {shown(given)}")
     return least, most

@@ -36,6 +36,8 @@ class ShortConv:
         """Return the convolution of x over the tokens of each segment's sequence: [tokens, channels]. The states that
         the segments name are read and written."""
         windows, size = states.windows, self.taps.shape[-1] - 1
+        if not len(segments.source):
+            return torch.empty_like(x)
         if segments.are_single:  # decodes alone
             line = torch.cat([_before(windows, segments.source), x[:, None]], 1)
             windows[segments.target.long()] = line[:, 1:]

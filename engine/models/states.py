@@ -119,7 +119,7 @@ class Mamba2Shape(MatrixShape):
 
     has_bias: bool  # of the projections
     has_conv_bias: bool
-    limits: tuple[float, float]  # of the steps of time
+    limits: tuple[float, float]  # of the time steps
 
     names: ClassVar[tuple[str, ...]] = "mamba.in_proj", "mamba.out_proj"
     small_names: ClassVar[tuple[str, ...]] = ()

@@ -81,6 +81,7 @@ class Coder(Scanner):
                 emit("}")
             if tag == END_FUNCTION:
                 self.forget()
+                self._close(END_FUNCTION)
             return char
 
     def _tag(self, begun: str, char: str) -> Script[tuple[str, str]]:
@@ -95,6 +96,8 @@ class Coder(Scanner):
             if tag == END_FUNCTION or (tag.startswith(PARAMETER) and tag.endswith(">")):
                 return tag, char
             if not (PARAMETER.startswith(tag) or END_FUNCTION.startswith(tag) or tag.startswith(PARAMETER)):
+                break
+            if char == "<":  # another tag begins: this one is none
                 break
         return "", char
 

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from engine import snapshots
 from engine.batch import PENDING, Batch, Embedded, Outcome, Row, Sampled, StepResult
 from engine.cache_groups import CacheGroups
 from engine.config import POLICIES, EngineConfig
 from engine.refusal import POOLINGS
 from engine.scheduler import Scheduler
+from engine.snapshots import SnapshotCache
 from engine.types import EngineRequest, Pooling, SamplingParams, TokenDelta, TokenLogprob
 
 if TYPE_CHECKING:
@@ -363,10 +363,13 @@ class Episode:
         self.scheduler = Scheduler(
             self.config, self.num_blocks, VOCAB, self.clock, self.groups, has_states=self.has_states
         )
+        if isinstance(self.scheduler.cache, SnapshotCache):  # prompts of many blocks are few here
+            spacing, count = self.rng.choice((4, 16, 64)), self.config.num_snapshots or 0
+            self.scheduler.cache = SnapshotCache(
+                self.scheduler.pool, self.config.prefix_caching, count=count, spacing=spacing
+            )
         if self.has_states:
             from tests.simulation.states import FakeStates  # needs torch
-
-            snapshots.SPACING = self.rng.choice((4, 16, 64))  # prompts of many blocks are few here
 
             assert self.config.max_seqs and self.config.num_snapshots is not None
             self.states = FakeStates(self.config.block_size, self.config.max_seqs, self.config.num_snapshots)

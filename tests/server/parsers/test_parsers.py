@@ -622,6 +622,7 @@ NAMED = "<tool_call>\n<function=find_ship>"
         f"hm\n{NAMED}\n<parameter=\nhm>",
         f"hm\n{NAMED}\n<parameters>\nhm",
         f"hm\n{NAMED}\n{NAMED}\n</",
+        f"hm\n{NAMED}\n<parameter=a",
     ],
 )
 @pytest.mark.parametrize("answer", ["", "so", CODED])
@@ -641,6 +642,7 @@ def test_a_call_that_reasoning_mentions_stays_reasoning(reasoning, answer, opene
         (f"hm\n{CODED.removesuffix('</tool_call>')}or\n</tool_call>\nno.", "hm\nor\nno."),
         (f"hm\n{UNENDED}But no.", "hm\nBut no."),
         (f"```\n{CODED}\n```", "```\n```"),
+        (f"hm\n{CODED}\nor </function> alone.", "hm\nor </function> alone."),
     ],
 )
 @pytest.mark.parametrize("answer", ["", "so"])
