@@ -197,3 +197,56 @@ def test_without_snapshots_no_prefix_is_shared():
     collect(cache, first, 1)
     assert cache.match(sequence(2, PROMPT)) == []
     cache.check([first])
+
+
+def test_a_snapshot_that_others_continue_from_stays_though_the_prompt_moves_on():
+    cache = SnapshotCache(BlockPool(256), count=8)
+    first, second, third = sequence(1, LONG), sequence(2, [*LONG[:80], 1, 2]), sequence(3, [*LONG[:80], 3, 4])
+    enter(cache, first)
+    launch(cache, (first, 80))
+    collect(cache, first)
+    assert enter(cache, second) == 80
+    launch(cache, (second, 2))
+    collect(cache, second, 7)
+    launch(cache, (first, 12))
+    collect(cache, first)
+    assert enter(cache, third) == 80
+    cache.check([first, second, third])
+
+
+def test_a_sequence_that_moves_on_drops_no_snapshot_of_another():
+    cache = SnapshotCache(BlockPool(256), count=1)
+    first = sequence(1, LONG)
+    enter(cache, first)
+    launch(cache, (first, 80))
+    collect(cache, first)
+    other = sequence(2, PROMPT[::-1])  # takes the only one
+    enter(cache, other)
+    compute(cache, other)
+    cache.release(other)
+    second = sequence(3, [*LONG[:80], 1, 2])
+    enter(cache, second)
+    assert launch(cache, (second, 82)) == [(-1, ((80, 0),))]
+    collect(cache, second, 7)
+    launch(cache, (first, 2))
+    collect(cache, first)
+    assert cache.match(sequence(4, [*LONG[:80], 5])) != [], "this one was taken at the end of a prompt"
+    cache.check([first, second])
+
+
+def test_prompts_in_parts_write_their_own_snapshots_again_and_evict_no_others():
+    cache = SnapshotCache(BlockPool(512), count=3)
+    kept = sequence(1, PROMPT)
+    enter(cache, kept)
+    compute(cache, kept)
+    cache.release(kept)
+    prompts = [sequence(number, [number, *LONG]) for number in (2, 3)]
+    for prompt in prompts:
+        enter(cache, prompt)
+    for _ in range(4):
+        rows = launch(cache, *((prompt, 20) for prompt in prompts))
+        assert all(len(taken) == 1 for _, taken in rows)
+        for prompt in prompts:
+            collect(cache, prompt)
+    assert cache.match(sequence(4, [*PROMPT, 1])) != []
+    cache.check(prompts)
