@@ -16,7 +16,7 @@ from . import graph_sizes
 from .cache_groups import CacheGroups
 from .config import EngineConfig, resolve
 from .machine_memory import Machine
-from .state_memory import num_states, with_snapshots
+from .state_memory import num_states, plan_states
 from .types import ConfigError, MemoryShort
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def _arrange(
     available = _usable(machine) if given else _budget(machine, config)
     most = 0 if given else USEFUL * config.max_seqs * blocks_for(config.max_len) * block_bytes
     seqs, request = config.max_seqs, blocks_for(config.max_len) * block_bytes
-    config, notes = with_snapshots(spec, requested, config, available - fixed - given, cache=most, request=request)
+    config, notes = plan_states(spec, requested, config, available - fixed - given, cache=most, request=request)
     assert config.max_len and config.max_seqs and config.max_batched_tokens
     if config.max_seqs < seqs:  # which need less memory for activations, too
         fewer = structs.replace(requested, max_seqs=config.max_seqs)

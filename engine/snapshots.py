@@ -22,7 +22,9 @@ from .config import EngineConfig
 from .prefix_cache import PrefixCache
 from .sequence import Sequence
 
-SPACING = 64  # tokens: a snapshot that is closer to the one before is not worth its memory, nor waiting for it
+# Tokens: where prompts branch off, and in an output, a snapshot that is closer to the one before is not worth its
+# memory, nor waiting for it. At the end of a prompt it need only be a block further.
+SPACING = 64
 
 
 @dataclass(slots=True)
@@ -69,7 +71,7 @@ class SnapshotCache(PrefixCache):
 
     def match(self, seq: Sequence) -> list[int] | None:
         """Return the blocks of the longest cached prefix with a snapshot at its end; None while another sequence
-        computes a longer one, and will take a snapshot."""
+        computes a longer one, and will take a snapshot, which this call may ask for."""
         if not self.is_enabled or seq.needs_all:
             return []
         found = self._num_found(seq)
@@ -96,8 +98,8 @@ class SnapshotCache(PrefixCache):
 
     def _awaits(self, seq: Sequence, found: int, usable: int) -> bool:
         """Return whether a sequence whose first `found` blocks are cached, `usable` of them up to a snapshot, waits for
-        another one: at their end, or where it branches off from a sequence that fills its next block, if that one has
-        not computed more already."""
+        another one: at their end, if one is expected there, or where it parts from a sequence that fills its next
+        block, if that one has not passed this place. It must save SPACING tokens."""
         most, least, end = self._most(seq), usable * seq.block_size + self._spacing, found  # blocks, tokens, blocks
         filler = self._filling.get(self.block_hash(seq, found)) if found < most else None
         while filler is not None and end < most and self._filling.get(self.block_hash(seq, end)) == filler:
@@ -170,7 +172,8 @@ class SnapshotCache(PrefixCache):
         return taken
 
     def _last(self, seq: Sequence, end: int) -> int:
-        """Return where the last snapshot is to be when the tokens up to `end` have been computed."""
+        """Return where the one that moves along is to be when the tokens up to `end` have been computed; 0: nowhere,
+        since there is another one at the end of the prompt."""
         unit = max(1, self._spacing // seq.block_size) * seq.block_size if end > seq.prompt_len else seq.block_size
         return 0 if end == seq.prompt_len else end // unit * unit
 
@@ -199,7 +202,7 @@ class SnapshotCache(PrefixCache):
             if self._is_own(pending) and pending.moving[0] != block_hash:
                 self._free.append(self._published.pop(pending.moving[0]))
             pending.moving = b"", -1
-            # A sequence that moves on drops its own: one that is to stay takes its place.
+            # Another sequence's moving one would vanish with its next step, so one that is to stay replaces it.
             if block_hash in self._published and not is_moving:
                 self._free.append(self._published.pop(block_hash))
             if block_hash in self._published:

@@ -19,7 +19,7 @@ TOKENS, LEAST = 1024, 2
 SHARE = 1 / 3
 
 
-def with_snapshots(
+def plan_states(
     spec: ModelSpec, requested: EngineConfig, config: EngineConfig, free: int, *, cache: int, request: int
 ) -> tuple[EngineConfig, list[str]]:
     """Return the resolved config with a number of snapshots, and what the user should know.
@@ -49,7 +49,7 @@ def with_snapshots(
 
 def _snapshots(spec: ModelSpec, seqs: int, left: int, cache: int) -> int:
     """Return the number of snapshots; `left`: the bytes that they share with the KV cache, of which they get at most
-    half. `cache`: see `with_snapshots`."""
+    half. `cache`: see `plan_states`."""
     state, keys = spec.state_bytes, TOKENS * spec.kv_bytes_per_token
     left = max(0, left)
     if not cache:
@@ -58,5 +58,5 @@ def _snapshots(spec: ModelSpec, seqs: int, left: int, cache: int) -> int:
 
 
 def num_states(config: EngineConfig) -> int:
-    """Return the number of states of a config that `with_snapshots` has returned."""
+    """Return the number of states of a config that `plan_states` has returned."""
     return (config.max_seqs or 0) + (config.num_snapshots or 0)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from ..bounds import MAX_SIZE
 from ..types import ModelError
-from . import gemma, mixers
+from . import gemma, state_layers
 from .keys import Keys, windows_of
-from .mixers import check_sigmoids
 from .scaling import LOG_MULTIPLIER, LONG_FACTORS, SHORT_FACTORS
+from .state_layers import check_sigmoids
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -288,16 +288,16 @@ ARCHITECTURES = {
     "qwen35": Architecture(
         "Qwen3_5ForCausalLM",
         "qwen3_5_text",
-        mixers.qwen35,
-        names=LAYER_NAMES | mixers.LINEAR_ATTENTION,
+        state_layers.qwen35,
+        names=LAYER_NAMES | state_layers.LINEAR_ATTENTION,
         norm_shift=1.0,
         rotates_partly=True,
     ),
     "qwen35moe": Architecture(
         "Qwen3_5MoeForCausalLM",
         "qwen3_5_moe_text",
-        mixers.qwen35moe,
-        names=LAYER_NAMES | mixers.LINEAR_ATTENTION | QWEN_EXPERTS | SHARED_EXPERT | {"ffn_gate_inp": "mlp.gate"},
+        state_layers.qwen35moe,
+        names=LAYER_NAMES | state_layers.LINEAR_ATTENTION | QWEN_EXPERTS | SHARED_EXPERT | {"ffn_gate_inp": "mlp.gate"},
         norm_shift=1.0,
         rotates_partly=True,
         has_experts=True,
@@ -305,16 +305,16 @@ ARCHITECTURES = {
     "lfm2": Architecture(
         "Lfm2ForCausalLM",
         "lfm2",
-        mixers.lfm2,
-        names=LAYER_NAMES | mixers.SHORT_CONVOLUTIONS,
+        state_layers.lfm2,
+        names=LAYER_NAMES | state_layers.SHORT_CONVOLUTIONS,
         layers_differ=True,
         eps=("attention.layer_norm_rms_epsilon", "norm_eps"),
     ),
     "lfm2moe": Architecture(
         "Lfm2MoeForCausalLM",
         "lfm2_moe",
-        mixers.lfm2moe,
-        names=LAYER_NAMES | mixers.SHORT_CONVOLUTIONS | QWEN_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        state_layers.lfm2moe,
+        names=LAYER_NAMES | state_layers.SHORT_CONVOLUTIONS | QWEN_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
         has_experts=True,
         layers_differ=True,
         eps=("attention.layer_norm_rms_epsilon", "norm_eps"),

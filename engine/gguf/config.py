@@ -21,9 +21,9 @@ from .architectures import (
     is_norm,
 )
 from .keys import Keys
-from .mixers import CONVOLUTIONS
 from .reader import PLAIN, TYPES, Model, TensorInfo
 from .scaling import LISTS, scaling_of
+from .state_layers import CONVOLUTIONS
 
 LAYER = re.compile(r"blk\.(\d{1,5})\.(.+)")
 UNUSED = re.compile(r"^blk\.(\d{1,5})\.nextn\.")  # of layers that predict further tokens

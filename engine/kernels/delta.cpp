@@ -8,7 +8,7 @@
 // heads of several tasks, so it follows when all of them are done.
 //
 // Order. A number that is read from a matrix is one chain of fused multiply-adds along the keys. The order of a norm's
-// sum depends on the head's size alone. Results are rounded where the oracle rounds them. So a sequence has the same bits
+// sum depends on the head's size alone. Results are rounded where models/delta.py and models/mamba2.py do. So a sequence has the same bits
 // however its tokens are divided into steps, segments and chunks, and whatever other rows a step has.
 #include "numbers.h"
 #include "work.h"

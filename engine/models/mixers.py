@@ -7,7 +7,7 @@ import torch
 from .delta_layer import DeltaNet
 from .mamba2_layer import Mamba2
 from .short_conv import ShortConv
-from .states import LinearShape, Mamba2Shape, MixerShape
+from .states import ConvShape, LinearShape, Mamba2Shape, MixerShape
 
 Mixer = DeltaNet | ShortConv | Mamba2
 
@@ -20,4 +20,4 @@ def make_mixer(
         return DeltaNet(shape, hidden, eps, dtype, device)
     if isinstance(shape, Mamba2Shape):
         return Mamba2(shape, eps, dtype, device)
-    return None if shape is None else ShortConv(shape, dtype, device)
+    return ShortConv(shape, dtype, device) if isinstance(shape, ConvShape) else None

@@ -1,4 +1,4 @@
-"""Calls of Qwen3-Coder: tags for the function and for each parameter, whose values they enclose verbatim.
+"""Calls of Qwen3-Coder and Qwen3.5: tags for the function and for each parameter, whose values they enclose verbatim.
 
 Values have no quotes, so their types are known only from the function's schema.
 """
