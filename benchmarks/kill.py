@@ -3,8 +3,8 @@
     python -m benchmarks.kill --json benchmarks/results/kill.json
 
 First each stream of `generating` is read alone, and then all of them at once, without faults; the hashes must be equal.
-Then in each round all of them run at once, and one fault is injected at a random time; every stream's hash must stay
-the same. The exit code is 1 if one changes or a fault could not be injected.
+Then in each round all of them run at once, and one fault is injected when a random part of their text has come; every
+stream's hash must stay the same. The exit code is 1 if one changes or a fault could not be injected.
 
 kill        kill -9 of the engine
 stop        SIGSTOP of the engine: it is replaced after --stall-seconds
@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import httpx
@@ -43,8 +43,9 @@ OOM_BYTES = 64 << 10  # new memory that is allowed
 ENGINE = "engine.worker"
 
 
-async def read(client: httpx.AsyncClient, request: Request) -> Answer:
-    answer = Answer()
+async def read(client: httpx.AsyncClient, request: Request, answer: Answer | None = None) -> Answer:
+    """Return the answer of a request; `answer`: where it is collected meanwhile."""
+    answer = answer or Answer()
     async for event in events(client, request):
         answer.add(event)
     return answer
@@ -147,12 +148,20 @@ async def counters(client: httpx.AsyncClient) -> dict[str, int]:
     return {name: int(found[f"pequod:{name}_total"]) for name in ("engine_restarts", "streams_resumed")}
 
 
-async def disturbed(server: Server, client: httpx.AsyncClient, requests: list[Request], fault: str, at_s: float) -> Any:
-    """Run all streams at once with a fault after `at_s`; returns hashes or errors by name, and the delays."""
+def size(answers: Iterable[Answer]) -> int:
+    """Return the number of characters that have come."""
+    return sum(len(text) for answer in answers for text in answer.texts.values())
+
+
+async def disturbed(server: Server, client: httpx.AsyncClient, requests: list[Request], fault: str, at: float) -> Any:
+    """Run all streams at once, with a fault when `at` characters have come; returns hashes or errors by name, and the
+    delays. A point in time would come too late, or too early, on a machine whose speed changes."""
     before = await counters(client)
     began = time.perf_counter()
-    reading = {request.name: asyncio.create_task(read(client, request)) for request in requests}
-    await asyncio.sleep(at_s)
+    answers = {request.name: Answer() for request in requests}
+    reading = {request.name: asyncio.create_task(read(client, request, answers[request.name])) for request in requests}
+    while size(answers.values()) < at and not all(task.done() for task in reading.values()):
+        await asyncio.sleep(0.001)
     when, problem = time.perf_counter(), None
     open_streams = sum(not task.done() for task in reading.values())
     try:
@@ -174,7 +183,7 @@ async def disturbed(server: Server, client: httpx.AsyncClient, requests: list[Re
         await asyncio.sleep(0.05)
     return {
         "fault": fault,
-        "at_s": round(at_s, 3),
+        "at_s": round(when - began, 3),
         "open_streams": open_streams,
         "seconds": round(time.perf_counter() - began, 3),
         "pause_s": round(max(gaps), 3) if gaps else None,  # of the stream with the longest pause
@@ -190,12 +199,11 @@ async def measure(server: Server, faults: list[str], rounds: int, tokens: int, s
     fresh = httpx.Limits(max_keepalive_connections=0)  # a stopped server cannot close idle connections
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=fresh) as client:
         first = {request.name: (await read(client, request)).hash for request in requests}
-        began = time.perf_counter()
         again = dict(zip(first, await asyncio.gather(*(read(client, request) for request in requests)), strict=True))
-        whole_s = time.perf_counter() - began
+        whole = size(again.values())
         done = []
         for fault in (fault for _ in range(rounds) for fault in faults):
-            done.append(await disturbed(server, client, requests, fault, rng.uniform(0.02, 0.8) * whole_s))
+            done.append(await disturbed(server, client, requests, fault, rng.uniform(0.02, 0.8) * whole))
             changed = [name for name, found in done[-1]["hashes"].items() if found != first[name]]
             done[-1]["changed"] = {name: done[-1]["hashes"][name] for name in changed}
             del done[-1]["hashes"]
