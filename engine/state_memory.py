@@ -11,8 +11,8 @@ from .config import EngineConfig
 if TYPE_CHECKING:
     from .models import ModelSpec
 
-# A snapshot for each of so many tokens of the KV cache, about those of a short chat, or else so many for each sequence
-# that runs: one at the end of its prompt, and one that moves along with it.
+# There is a snapshot for each 1,024 tokens of the KV cache, which is a short chat. If that is fewer than two for each
+# sequence that runs, there are two: one at the end of its prompt, and one that moves along with it.
 TOKENS, LEAST = 1024, 2
 # Part of the memory beside weights and activations that the states of running sequences may have if their number is
 # open: a state can take as much as the keys and values of thousands of tokens.

@@ -54,9 +54,7 @@ def mamba2(layer: Mamba2Layer, projected: Tensor, states: LayerStates, segments:
     decay = torch.exp(-weights.a_log.exp() * steps)
     read = torch.empty(len(x), shape.value_heads, shape.value_dim, dtype=work, device=x.device)
     for first, end, source, target in segments.each:
-        window, matrix = states.windows[max(source, 0)], states.matrices[max(source, 0)]
-        if source < 0:
-            window, matrix = torch.zeros_like(window), torch.zeros_like(matrix)
+        window, matrix = states.before(source)
         line = torch.cat([window, x[first:end]])
         states.windows[target] = line[end - first :]
         convolved[first:end] = F.silu(convolve(line, weights.taps, weights.conv_bias))

@@ -156,6 +156,12 @@ class LayerStates(NamedTuple):
         windows = torch.empty(count, shape.taps - 1, shape.channels, dtype=dtype, device=device)
         return cls(windows, torch.empty(count, *shape.matrices, dtype=wide(dtype), device=device))
 
+    def before(self, source: int) -> tuple[Tensor, Tensor]:
+        """Return the window and the matrices from which a segment continues; -1: zeros."""
+        if source < 0:
+            return torch.zeros_like(self.windows[0]), torch.zeros_like(self.matrices[0])
+        return self.windows[source], self.matrices[source]
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:
