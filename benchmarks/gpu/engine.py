@@ -45,7 +45,10 @@ class Loop:
 
     def __init__(self, built: Built) -> None:
         self.built = built
-        self.scheduler = Scheduler(built.config, built.info.num_blocks, built.info.vocab_size, groups=built.info.groups)
+        info, has_states = built.info, bool(built.runner.model.spec.mixers)
+        self.scheduler = Scheduler(
+            built.config, info.num_blocks, info.vocab_size, groups=info.groups, has_states=has_states
+        )
         self.is_ahead = bool(built.config.async_scheduling)
         self.flight: tuple[Batch, Step] | None = None  # launched and not collected
         self.random = random.Random(0)
