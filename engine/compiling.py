@@ -15,18 +15,20 @@ import torch
 from torch import Tensor
 
 from .attention import AttentionLayer, AttentionMeta
+from .attention.backend import LayerCache
 from .attention.gpu_plan import FEW_ROWS
 from .attention.paged_gpu import PagedGPU, is_interpreted, limitation
 from .config import EngineConfig
 from .kernels.launching import META, Compiling, Job
-from .models import ModelSpec, gpu_delta, gpu_experts, invariance, on_gpu, skinny
+from .models import ModelSpec, gpu_experts, invariance, on_gpu, skinny
 from .models.decoder_layer import Layer
 from .models.experts import Experts
 from .models.family import BEFORE
 from .models.gpu_coded import CodedRows
-from .models.gpu_layers import add
+from .models.gpu_layers import add, gate_heads
 from .models.layer_inputs import LayerInputs
 from .models.layers import InFile, Linear
+from .models.mixers import gpu_jobs
 from .models.norms import RMSNorm, make_norm
 from .models.rope import Rotary
 from .models.single import Single
@@ -48,7 +50,7 @@ def jobs(spec: ModelSpec, config: EngineConfig, device: torch.device) -> dict[st
     are_ours = spec.decoder is not None and on_gpu.objection(spec, device, None) is None
     return {
         "attention": list(_attention(spec, config)),
-        "layers": [*_linear(spec), *(_layers(spec, config) if are_ours else ())],
+        "layers": [*_mixers(spec), *(_layers(spec, config) if are_ours else ())],
         "logits": list(_logits(spec.vocab_size)),
     }
 
@@ -69,8 +71,7 @@ def _attend(
     invariant: bool,
 ) -> None:
     backend = PagedGPU(invariant=invariant)
-    sinks = None if layer.sinks is None else torch.empty(layer.num_heads, dtype=spec.dtype, device=META)
-    cache = backend.allocate(layer, 2, block_size, spec.cache_dtype, META, sinks=sinks)
+    cache = _cache(backend, layer, spec, block_size)
     plan = backend.plan(AttentionMeta.of(rows, block_size, META))
     tokens = sum(new for _, _, new in rows)
     heads, kv_heads, dim, v_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim
@@ -81,9 +82,14 @@ def _attend(
     backend.attend(cache, q, k, v, plan)
 
 
-def _linear(spec: ModelSpec) -> Iterator[Job]:
-    for shape in dict.fromkeys(spec.linear):
-        yield from gpu_delta.jobs(shape, spec.dtype)
+def _cache(backend: PagedGPU, layer: AttentionLayer, spec: ModelSpec, block_size: int) -> LayerCache:
+    sinks = None if layer.sinks is None else torch.empty(layer.num_heads, dtype=spec.dtype, device=META)
+    return backend.allocate(layer, 2, block_size, spec.cache_dtype, META, sinks=sinks)
+
+
+def _mixers(spec: ModelSpec) -> Iterator[Job]:
+    for shape in dict.fromkeys(spec.mixers):
+        yield from gpu_jobs(shape, spec.dtype)
 
 
 def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
@@ -92,13 +98,21 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     decoder = spec.decoder
     assert decoder is not None
     activation = decoder.activation
+    caches = decoder.caches
+    attended = [None if each.mixer else spec.layers[cache] for each, cache in zip(decoder.shapes, caches, strict=True)]
     kinds = {
-        (spec.attended[index], decoder.turns[index], decoder.shapes[index], decoder.experts_of(index) is None): index
+        (attended[index], decoder.turns[index], decoder.shapes[index], decoder.experts_of(index) is None): index
         for index in reversed(range(len(decoder.shapes)))
     }
-    layers = [Layer(index, spec, decoder, META, cache=0, is_shared=False) for index in sorted(kinds.values())]
+    layers = [
+        Layer(index, spec, decoder, META, cache=caches[index], is_shared=False) for index in sorted(kinds.values())
+    ]
     for each in layers:
-        yield partial(_rotate_store, each, spec, config.block_size)
+        if each.mixer is None:
+            yield partial(_rotate_store, each, spec, config.block_size)
+    if decoder.gates_attention:
+        for attention in dict.fromkeys(spec.layers):
+            yield partial(_gate_heads, attention, spec.dtype)
     layer = layers[0]  # all have the same norms
     attention_norm, mlp_norm, of_input = layer.attention_norm, layer.mlp_norm, layer.input
 
@@ -142,8 +156,10 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     elif spec.dtype != torch.float32:
         for tile in dict.fromkeys(itertools.chain(*CANDIDATES.values())):
             yield partial(_products, [head], tile, torch.float32)
+    qkvs = list({each.qkv.weight.shape: each.qkv for each in layers}.values())
+    outputs = list({each.output.weight.shape: each.output for each in layers}.values())
     if not (config.batch_invariant or spec.on_gpu) and layer.output.scale == 1 and decoder.norms == BEFORE:
-        after = [(layer.qkv, attention_norm), *((each.gate_up, mlp_norm) for each in with_mlp)]
+        after = [*((each, attention_norm) for each in qkvs), *((each.gate_up, mlp_norm) for each in with_mlp)]
         for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("gate_up", rows, META)):
             for linear, norm in after:
                 yield partial(_after_norm, linear, tile, _numbers(_rows(tile), linear), norm, activation=activation)
@@ -151,7 +167,7 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
                     x = _numbers(1, linear)
                     yield partial(_after_norm, linear, tile, x, norm, added=x, activation=activation)
         for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("down", rows, META)):
-            yield partial(_before_residuals, (layer.output, *(each.down for each in with_mlp)), tile, _rows(tile))
+            yield partial(_before_residuals, (*outputs, *(each.down for each in with_mlp)), tile, _rows(tile))
     for mixture in experts:
         is_wide = spec.dtype != torch.float32 and (mixture.router.bias is None or config.batch_invariant)
         for stored in _as_stored(mixture, spec, activation):
@@ -238,7 +254,7 @@ def _before_residuals(linears: Sequence[Linear], way: skinny.Way | None, rows: i
 def _rotate_store(layer: Layer, spec: ModelSpec, block_size: int) -> None:
     assert spec.decoder is not None
     backend, turn = PagedGPU(), layer.turn
-    cache = backend.allocate(spec.attended[layer.index], 2, block_size, spec.cache_dtype, META)
+    cache = _cache(backend, spec.layers[layer.cache], spec, block_size)
     plan = backend.plan(AttentionMeta.of([([1], 0, FEW)], block_size, META))
     qkv = torch.empty(FEW, len(layer.qkv.weight), dtype=spec.dtype, device=META)
     rotation = None
@@ -246,7 +262,14 @@ def _rotate_store(layer: Layer, spec: ModelSpec, block_size: int) -> None:
         rotary = Rotary(spec.decoder.ropes[turn], spec.serve_len, spec.dtype, META)
         positions = torch.empty(FEW, dtype=torch.int64, device=META)
         rotation = on_gpu.rotation_of(rotary, spec.decoder, positions, block_size)
-    backend.rotate_store(cache, qkv, rotation, on_gpu.head_norms(layer), plan)
+    gated = layer.spec.gates_attention
+    backend.rotate_store(cache, qkv, rotation, on_gpu.head_norms(layer), plan, gated=gated)
+
+
+def _gate_heads(layer: AttentionLayer, dtype: torch.dtype) -> None:
+    heads, dim = layer.num_heads, layer.head_dim
+    seen = torch.empty(FEW, heads, dim, dtype=dtype, device=META)
+    gate_heads(seen, seen.new_empty(FEW, (2 * heads + 2 * layer.num_kv_heads) * dim))
 
 
 def _logits(vocab_size: int) -> Iterator[Job]:

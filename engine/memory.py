@@ -40,6 +40,7 @@ SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 # 20 MiB for one of 1 to 10 MiB and 2 MiB for a smaller one, and what a graph leaves does not always suit the next one.
 GRAPH_BYTES, LAUNCH_BYTES = 256 << 10, 16 << 10
 LAYER_LAUNCHES, EXPERT_LAUNCHES, BESIDE_LAUNCHES, NORM_LAUNCHES, INPUT_LAUNCHES = 10, 3, 12, 2, 5
+MIXER_LAUNCHES, GATE_LAUNCHES = 1, 1  # more than those of attention, of a layer with a mixer and of gated attention
 WORKSPACE_BYTES, POOL_BYTES = 32 << 20, 64 << 20
 # The launches of the graphs of a number of drawing rows, and the tables of counts of a row, see TritonLogits.
 DRAW_LAUNCHES, DRAW_TABLES = 48, 64 << 10
@@ -120,15 +121,18 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, backend: type[Attent
 
 def graph_reserve(spec: ModelSpec, config: EngineConfig, backend: type[AttentionBackend]) -> GraphReserve:
     """Return the maximum memory of the CUDA graphs of a resolved config."""
+    from .models.mixers import gpu_limitation
+
     assert config.max_seqs and config.max_batched_tokens
     decoder = spec.decoder
     if config.device == "cpu" or config.enforce_eager or not backend.capturable:
         return GraphReserve()
-    if decoder is None or decoder.has_states:  # its layers are not captured
+    if decoder is None or any(gpu_limitation(shape, spec.dtype) for shape in spec.mixers):  # they are not captured
         return GraphReserve()
     sizes = graph_sizes.of(spec, config)
     of_layer = LAYER_LAUNCHES + NORM_LAUNCHES * (decoder.qk_norm == "all")
     of_layer += INPUT_LAUNCHES * (decoder.inputs is not None)
+    of_layer += MIXER_LAUNCHES * decoder.has_states + GATE_LAUNCHES * decoder.gates_attention
     if decoder.experts is not None:
         of_layer += EXPERT_LAUNCHES + BESIDE_LAUNCHES * decoder.experts.is_beside
     # The graphs share their intermediate results, and the copy of the hidden states that they return.

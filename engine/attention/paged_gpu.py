@@ -161,32 +161,43 @@ class PagedGPU:
         rotation: Rotation | None,  # None: nothing is rotated
         norms: HeadNorms | None,
         plan: Plan,
+        *,
+        gated: bool = False,  # in qkv each query is followed by a gate of the same size
     ) -> Tensor:
         """Normalize and rotate queries and keys, then do as `attend`; returns [tokens, heads, head_dim].
 
         The queries are rotated in place, in `qkv`.
         """
-        self.rotate_store(cache, qkv, rotation, norms, plan)
+        self.rotate_store(cache, qkv, rotation, norms, plan, gated=gated)
         tokens, layer = qkv.shape[0], cache.layer
         heads, dim = layer.num_heads, layer.head_dim
         # Of the first columns; a slice and its shape would be two views.
-        return self._attend(cache, qkv.as_strided((tokens, heads, dim), (qkv.stride()[0], dim, 1)), plan)
+        strides = qkv.stride()[0], dim * (1 + gated), 1
+        return self._attend(cache, qkv.as_strided((tokens, heads, dim), strides), plan)
 
     def rotate_store(
-        self, cache: LayerCache, qkv: Tensor, rotation: Rotation | None, norms: HeadNorms | None, plan: Plan
+        self,
+        cache: LayerCache,
+        qkv: Tensor,
+        rotation: Rotation | None,
+        norms: HeadNorms | None,
+        plan: Plan,
+        *,
+        gated: bool = False,
     ) -> None:
         """Do all of `attend_qkv` that comes before attention."""
         assert isinstance(cache, GPUCache)
         kernels, layer = gpu_kernels("storing"), cache.layer
         tokens, columns = qkv.shape
         turn = rotation or Rotation(qkv, qkv)  # which are not read
-        own = (columns // layer.head_dim - layer.num_heads) // layer.num_kv_heads
+        own = (columns // layer.head_dim - layer.num_heads * (1 + gated)) // layer.num_kv_heads
         launch(kernels.rotate_store, (tokens, layer.num_kv_heads),
             qkv, qkv if norms is None else norms.q, qkv if norms is None else norms.k, turn.positions, turn.angles,
             qkv if turn.query_scales is None else turn.query_scales,
             plan.tables(cache).slot_mapping, cache.tensor, cache.scales, 0.0 if norms is None else norms.eps,
             qkv.stride()[0], *cache.strides,
-            constants=cache.rotate_constants, OWN=own, NORM=norms is not None, WIDE=norms is not None and norms.is_wide,
+            constants=cache.rotate_constants, GATED=gated,
+            OWN=own, NORM=norms is not None, WIDE=norms is not None and norms.is_wide,
             NORM_VALUES=norms is not None and norms.has_values and own > 0,
             TURNED=0 if rotation is None else 2 * rotation.angles.shape[2], INTERLEAVED=turn.is_interleaved,
             WIDE_TURN=turn.is_wide, PERIOD=turn.period, enable_fp_fusion=False, **dependence(qkv.device),

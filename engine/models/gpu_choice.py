@@ -12,13 +12,11 @@ from torch import Tensor
 from ..kernels.library import Choice
 from . import gpu_experts, invariance, measured_tiles, on_gpu, scaled
 from .decoder_layer import Layer
-from .delta_layer import DeltaNet
 from .experts import Experts
 from .gpu_layers import add_norm
 from .gpu_weights import GPUProduct
 from .layer_inputs import LayerInputs
 from .layers import Linear
-from .mamba2_layer import Mamba2
 from .norms import RMSNorm
 from .on_gpu import OnGPU
 from .rope import Rotary
@@ -47,11 +45,13 @@ def choose(
     objection = on_gpu.objection(parts[0], device, product.kernels)
     if objection is None:
         objection = next(filter(None, (gpu_experts.objection(each) for each in _experts(parts[2]))), None)
-    if objection is None and not product.is_uniform:
-        objection = on_gpu.trial(*parts)
+    by_torch = "" if product.kernels is not None else on_gpu.by_torch(parts[2])
+    if objection is None:
+        objection = by_torch or None if product.is_uniform else on_gpu.trial(*parts)
     if objection is not None:
         if device.type == "cuda":
-            product = replace(product, note=f"torch computes norms and gates of layers: {objection}{_slow(parts[2])}")
+            others = "" if by_torch == objection else by_torch
+            product = replace(product, note=_joined(f"torch computes norms and gates of layers: {objection}", others))
         return None, product
     for each in (norm, *(() if parts[4] is None else (parts[4].norm,))):
         each.use(partial(add_norm, added=None, norm=each))
@@ -72,17 +72,12 @@ def choose(
         else:
             choices = found
             on_gpu.choose_head(head)
+        product = replace(product, note=_joined(product.note, by_torch))
     return OnGPU(*parts, choices=choices), product
 
 
-def _slow(layers: Sequence[Layer]) -> str:
-    """Return what else torch computes, slowly, and why; empty: nothing."""
-    for layer in layers:
-        if isinstance(layer.mixer, Mamba2):
-            return "; and Mamba2 token by token, for which there is no Triton kernel"
-        if isinstance(layer.mixer, DeltaNet) and layer.mixer.objection is not None:
-            return f"; and linear attention token by token: {layer.mixer.objection}"
-    return ""
+def _joined(*notes: str) -> str:
+    return "; and ".join(filter(None, notes))
 
 
 def _experts(layers: Sequence[Layer]) -> Iterator[Experts]:

@@ -6,7 +6,6 @@ delta.py computes the same in torch. It is used where these kernels cannot be, a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,33 +13,14 @@ import torch
 from torch import Tensor
 
 from ..attention.gpu_cache import power_of_two, warps
-from ..attention.paged_gpu import MAX_ERROR, dependence, is_interpreted, lack
+from ..attention.paged_gpu import dependence
 from ..kernels.launching import META, Job, gpu_kernels, launch
-from . import delta
+from . import delta, gpu_states
 from .delta import L2_EPS, DeltaLayer, DeltaWeights
-from .gpu_weights import relative
+from .gpu_states import CONVOLVED_TOKENS, MAX_DIM, SEARCHED_ROWS, TRIAL_EPS, TRIAL_STATES
 from .states import LayerStates, LinearShape, Segments
 
-MAX_DIM = 256  # of a head: with more a program would not hold its part of the matrix in registers
-STEP = 16  # of the sizes of heads, so that rows of tensors are aligned
-# A program of the recurrence is one warp, so that its sums need no shared memory, and has as much of the matrix. With
-# twice as much it computes a token in nearly twice the time, and there are too few programs for one row.
-MATRIX = 2048
-MIN_COLUMNS, MAX_COLUMNS = 8, 32  # 8: a sector of memory
-CONVOLVED_TOKENS, SEARCHED_ROWS = 16, 64  # by a program, at once
 PAIRS = 8  # of a token and a head that a program normalizes
-WINDOW_TILE = 256
-# Tokens, source and target of the segments of a trial's rows: a row without segments; new rows; rows that continue,
-# also from a state that is overwritten; copies; snapshots within the reach of the convolution, and beyond.
-TRIAL_STATES, EPS = 8, 1e-6
-TRIAL_ROWS = (
-    (),
-    ((7, -1, 0),),
-    ((1, 1, 1),),
-    ((2, 2, 3), (0, 3, 4), (1, 4, 2)),
-    ((0, 5, 6),),
-    ((1, -1, 7), (20, 7, 7)),
-)
 
 
 def gated_delta(layer: DeltaLayer, qkvz: Tensor, gates: Tensor, states: LayerStates, segments: Segments) -> Tensor:
@@ -82,74 +62,43 @@ def gated_delta(layer: DeltaLayer, qkvz: Tensor, gates: Tensor, states: LayerSta
 @functools.cache
 def _constants(shape: LinearShape) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return the constants of `convolve`, `recur` and `finish`."""
-    key_p, value_p = power_of_two(shape.key_dim), power_of_two(shape.value_dim)
+    value_p = power_of_two(shape.value_dim)
+    dim_p = max(power_of_two(shape.key_dim), value_p)
     heads = {"KEY_HEADS": shape.key_heads, "VALUE_HEADS": shape.value_heads}
-    dims = {"KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim}
-    dim_p, columns = max(key_p, value_p), min(max(MATRIX // key_p, MIN_COLUMNS), MAX_COLUMNS, value_p)
-    before_p = power_of_two(max(shape.taps - 1, 1))
     return (
         {
-            **heads, **dims, "DIM_P": dim_p, "TAPS": shape.taps, "TOKENS": CONVOLVED_TOKENS, "ROWS": SEARCHED_ROWS,
-            "num_warps": warps(CONVOLVED_TOKENS * dim_p),
+            **heads, "KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim, "DIM_P": dim_p, "TAPS": shape.taps,
+            "TOKENS": CONVOLVED_TOKENS, "ROWS": SEARCHED_ROWS, "num_warps": warps(CONVOLVED_TOKENS * dim_p),
         },
-        {
-            **heads, **dims, "IS_TILED": shape.is_tiled, "KEY_P": key_p, "COLUMNS": columns,
-            "PARTS": -(-shape.value_dim // columns),
-            "num_warps": 1, "maxnreg": 255,  # with a limit of its own the assembler would rather spill some
-        },
+        {**heads, "IS_TILED": shape.is_tiled, **gpu_states.recurrence(shape.key_dim, shape.value_dim)},
         {
             "VALUE_HEADS": shape.value_heads, "VALUE_DIM": shape.value_dim, "VALUE_P": value_p, "PAIRS": PAIRS,
-            "CHANNELS": shape.channels, "BEFORE": shape.taps - 1, "BEFORE_P": before_p, "TILE": WINDOW_TILE,
-            "PARTS": -(-shape.channels // WINDOW_TILE), "num_warps": warps(PAIRS * value_p),
+            **gpu_states.windows(shape), "num_warps": warps(PAIRS * value_p),
         },
     )  # fmt: skip
 
 
-def jobs(shape: LinearShape, dtype: torch.dtype) -> Iterator[Job]:
-    """Yield what compiles the kernels of layers of this shape on META."""
-    if limitation(shape, dtype) is not None:
-        return
+def job(shape: LinearShape, dtype: torch.dtype) -> Job:
+    """Return what compiles the kernels of layers of this shape on META."""
     segments = Segments.of([[(1, -1, 0)]], META)
-    yield partial(gated_delta, *_tensors(shape, dtype, META, 1, is_random=False), segments)
+    return partial(gated_delta, *_tensors(shape, dtype, META, 1, is_random=False), segments)
 
 
 def objection(shape: LinearShape, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why the kernels cannot compute layers of this shape, or None; they are tried."""
-    if device.type != "cuda" and not is_interpreted():
-        return "the Triton kernels need a CUDA device"
-    return limitation(shape, dtype) or lack() or trial(shape, dtype, device)
+    return gpu_states.objection(limitation(shape, dtype), device, partial(_trial, shape, dtype, device))
 
 
 def limitation(shape: LinearShape, dtype: torch.dtype) -> str | None:
     """Return why the kernels cannot compute layers of this shape on any device, or None."""
-    if dtype not in MAX_ERROR:
-        return f"the Triton kernels do not compute in {str(dtype).removeprefix('torch.')}"
-    if any(dim % STEP or dim > MAX_DIM for dim in (shape.key_dim, shape.value_dim)):
-        return f"the Triton kernels serve linear attention with heads of up to {MAX_DIM} numbers, in steps of {STEP}"
-    return None
+    if max(shape.key_dim, shape.value_dim) > MAX_DIM:
+        return f"the Triton kernels serve linear attention with heads of up to {MAX_DIM} numbers"
+    return gpu_states.dtype_limitation(dtype)
 
 
-@torch.inference_mode()
-def trial(shape: LinearShape, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Compute a step by the kernels and by torch; return why the kernels cannot be used, or None.
-
-    The compiled kernels are kept, so this costs a start no more than their first use would.
-    """
-    segments = Segments.of(TRIAL_ROWS, device)
-    results = []
-    try:
-        for compute in (gated_delta, delta.gated_delta):
-            layer, qkvz, gates, states = _tensors(shape, dtype, device, segments.begin_list[-1], is_random=True)
-            results.append((compute(layer, qkvz, gates, states, segments), *states))
-        error = max(relative(ours, want) for ours, want in zip(*results, strict=True))
-    except Exception as problem:  # whatever Triton's compiler, the driver or an old GPU raises
-        lines = (str(problem).strip().splitlines() or [""])[0]
-        return f"the Triton kernels do not run on this device: {type(problem).__name__}: {lines[:200]}"
-    if not error < MAX_ERROR[dtype]:  # nor if it is no number
-        return (
-            f"the Triton kernels compute wrong results of linear attention on this device (relative error {error:.2g})"
-        )
-    return None
+def _trial(shape: LinearShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    tensors = partial(_tensors, shape, dtype, device, is_random=True)
+    return gpu_states.compare("linear attention", dtype, device, (gated_delta, delta.gated_delta), tensors)
 
 
 def _tensors(
@@ -170,7 +119,5 @@ def _tensors(
         norm=numbers(shape.value_dim),
     )
     if is_random:
-        draw = torch.Generator(device).manual_seed(0)
-        for each in (qkvz, gates, *weights, *states):
-            each.normal_(generator=draw)
-    return DeltaLayer(shape, EPS, weights), qkvz, gates, states
+        gpu_states.fill((qkvz, gates, *weights, *states), device)
+    return DeltaLayer(shape, TRIAL_EPS, weights), qkvz, gates, states

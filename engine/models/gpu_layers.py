@@ -99,3 +99,23 @@ def gated(gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tenso
 def _gate_constants(inner: int, activation: str, clamp: Clamp | None) -> dict[str, Any]:
     tile = min(GATE_TILE, power_of_two(inner))
     return {"INNER": inner, "TILE": tile, **gate_constants(activation, clamp), "num_warps": warps(tile)}
+
+
+def gate_heads(seen: Tensor, qkv: Tensor) -> None:
+    """Multiply what each head has seen by the sigmoid of its gate, in place: [tokens, heads, head_dim].
+
+    qkv: [tokens, columns], where each query is followed by a gate of the same size.
+    """
+    assert seen.is_contiguous() and qkv.stride()[1] == 1
+    tokens, heads, dim = seen.shape
+    constants = _head_gate_constants(heads * dim, dim)
+    grid = tokens, -(-heads * dim // constants["TILE"])
+    launch(gpu_kernels("layers").gate_heads, grid,
+        seen, qkv, qkv.stride()[0], constants=constants, **dependence(seen.device),
+    )  # fmt: skip
+
+
+@functools.cache
+def _head_gate_constants(numbers: int, dim: int) -> dict[str, Any]:
+    tile = min(GATE_TILE, power_of_two(numbers))
+    return {"NUMBERS": numbers, "DIM": dim, "TILE": tile, "num_warps": warps(tile)}

@@ -29,6 +29,7 @@ from .layers import Linear
 from .rope import Rotary
 from .skinny import Choices
 from .spec import ModelSpec
+from .states import Segments, States
 
 Parts = tuple[ModelSpec, Linear, Sequence[Layer], Sequence[Rotary], LayerInputs | None]  # of a model, see OnGPU
 Chunk = tuple[int, int, int]  # of a step: the sequence, its first token, and the one after its last
@@ -116,7 +117,8 @@ def _first_of_each_kind(parts: Parts) -> list[Layer]:
     for layer in layers:
         linears = dict.fromkeys(linear for _, linear, *_ in layer.parts())
         forms = tuple(None if each.quantized is None else each.quantized.forms for each in linears)
-        found.setdefault((model.attended[layer.index], layer.shape, layer.turn, forms), layer)
+        attention = None if layer.mixer is not None else model.layers[layer.cache]
+        found.setdefault((attention, layer.shape, layer.turn, forms), layer)
     return list(found.values())
 
 
@@ -134,7 +136,7 @@ def _runs(parts: Parts, layer: Layer) -> Iterator[list[Tensor]]:
     def run(steps: Run) -> list[Tensor]:
         cache = KVCache.allocate(
             PagedGPU(invariant=True),
-            [model.attended[layer.index]],
+            [model.layers[0 if layer.mixer is not None else layer.cache]],
             num_blocks=sum(map(len, blocks)),
             block_size=BLOCK,
             dtype=model.cache_dtype,
@@ -142,17 +144,30 @@ def _runs(parts: Parts, layer: Layer) -> Iterator[list[Tensor]]:
             sinks=on_gpu.sinks_of([layer]),
         )
         cache.layers *= layer.cache + 1  # where the layer looks for its own
-        pieces = []
+        kept, pieces = on_gpu.first_states(model, [layer], count=len(blocks)), []
         for chunks in steps:
             positions = torch.cat([torch.arange(first, last, device=device) for _, first, last in chunks])
             rows = [(blocks[sequence], first, last - first) for sequence, first, last in chunks]
             plan = cache.plan(AttentionMeta.of(rows, BLOCK, device))
-            hidden = executor.run(Forward((7 * positions + 3) % model.vocab_size, positions, plan, cache, positions))
+            states = States(kept, _segments(chunks, device))
+            ids = (7 * positions + 3) % model.vocab_size
+            hidden = executor.run(Forward(ids, positions, plan, cache, positions, states))
             own = sum(last - first for sequence, first, last in chunks if sequence == 0)
             pieces.append(hidden[len(hidden) - own :])
         return pieces
 
     yield from map(run, runs)
+
+
+def _segments(chunks: list[Chunk], device: torch.device) -> Segments:
+    """Return the segments of a step: a state has one row, so chunks of one sequence, which follow each other, are one
+    segment."""
+    rows = []
+    for sequence, own in itertools.groupby(chunks, lambda chunk: chunk[0]):
+        pieces = list(own)
+        first, last = pieces[0][1], pieces[-1][2]
+        rows.append([(last - first, sequence if first else -1, sequence)])
+    return Segments.of(rows, device)
 
 
 def _divided(length: int) -> list[Run]:

@@ -3,8 +3,8 @@
 A layer takes nine launches, and a tenth if the step has prompts beside decodes. With few rows, and in the
 batch-invariant mode with any number, our kernels may compute products as well, with the gate and the residual: eight
 launches; of a single row with the norm, too: six. A layer of experts takes three more, and our kernels compute the
-experts' products for any number of rows. Norms of all heads together take two more, and an input of the layer's own
-five.
+experts' products for any number of rows. Norms of all heads together take two more, gates of attention one, and an
+input of the layer's own five. A mixer in place of attention takes two or three launches, and its small projections one.
 decoder_layer.py computes the same in torch: it is used where these kernels cannot be, and it is the tests' oracle.
 """
 
@@ -27,16 +27,18 @@ from ..kernels.library import Kernels
 from . import gpu_experts, stored_rows
 from .decoder_layer import Layer
 from .decoder_spec import DecoderSpec, sinks_name
+from .delta_layer import DeltaNet
 from .executor import Eager
 from .experts import Beside
 from .family import BEFORE
 from .forward import Forward
 from .gpu_experts import RoutedExperts
-from .gpu_layers import add, add_norm, gated, normalize
+from .gpu_layers import add, add_norm, gate_heads, gated, normalize
 from .gpu_products import after_norm, before_residual, normalized, product
 from .gpu_weights import relative
 from .layer_inputs import LayerInput, LayerInputs
 from .layers import Linear
+from .mamba2_layer import Mamba2
 from .norms import RMSNorm
 from .rope import Rotary
 from .skinny import (
@@ -55,6 +57,7 @@ from .skinny import (
     tiles_of,
 )
 from .spec import ModelSpec
+from .states import LayerStates, Segments, States
 
 MAX_HIDDEN = 1 << 14  # numbers of a row that a program of `add_norm` holds in registers without spills
 TRIAL_TOKENS, MANY_TOKENS, TRIAL_BLOCK = 3, 16, 16
@@ -88,10 +91,13 @@ class OnGPU:
     def takes(self, forward: Forward) -> bool:
         return isinstance(forward.cache.backend, PagedGPU)
 
+    @property
+    def obstacle(self) -> str:
+        """Why its launches cannot be captured in a CUDA graph; empty: they can."""
+        return by_torch(self._layers)
+
     def run(self, forward: Forward) -> Tensor:
-        cache, plan = forward.cache, cast(Plan, forward.plan)  # PagedGPU returns this kind of plan
-        backend = cast(PagedGPU, cache.backend)
-        longest, positions = plan.meta.max_seq, forward.positions
+        longest, positions = cast(Plan, forward.plan).meta.max_seq, forward.positions
         rotations = [rotation_of(rotary, self._decoder, positions, longest) for rotary in self._rotaries]
         x = self._embedding.rows(forward.ids)  # the residual stream, updated in place
         inputs = None if self._inputs is None else self._inputs(forward.ids, x)
@@ -99,16 +105,19 @@ class OnGPU:
         tiles, act = tiles_of(self._choices, len(x)), self._activation
         for layer, norms, experts in zip(self._layers, self._head_norms, self._experts, strict=True):
             normed = None  # the input of attention and of the MLP beside it
-            if layer.spec.is_parallel:
-                normed = normalized(x, added, layer.attention_norm, after, scale)
-                qkv = layer.qkv(normed)
+            if layer.mixer is not None:
+                before = normalized(x, added, layer.attention_norm, after, scale)
+                projected = after_norm(layer.qkv, tiles.qkv, before, None, None, activation=act)
+                seen = layer.mixer(before, projected, forward.states, layer.cache)
             else:
-                before = layer.attention_norm
-                qkv = after_norm(layer.qkv, tiles.qkv, x, added, before, activation=act, after=after, scale=scale)
-            normalize_together(layer, qkv)
-            rotation = None if layer.turn < 0 else rotations[layer.turn]
-            seen = backend.attend_qkv(cache.layers[layer.cache], qkv, rotation, norms, plan)
-            added, after = before_residual(layer.output, tiles.output, seen.flatten(1), x), layer.attention_after
+                if layer.spec.is_parallel:
+                    normed = normalized(x, added, layer.attention_norm, after, scale)
+                    qkv = layer.qkv(normed)
+                else:
+                    norm = layer.attention_norm
+                    qkv = after_norm(layer.qkv, tiles.qkv, x, added, norm, activation=act, after=after, scale=scale)
+                seen = _attend(forward, layer, qkv, None if layer.turn < 0 else rotations[layer.turn], norms)
+            added, after = before_residual(layer.output, tiles.output, seen, x), layer.attention_after
             scale = layer.scale
             if experts is not None and layer.beside is None:
                 experts.add_to(x, normalized(x, added, layer.mlp_norm, after))
@@ -127,6 +136,26 @@ class OnGPU:
                 added, after = own_input(layer.input, x, inputs[layer.index], act), layer.input.norm
         add(x, added, after, scale)
         return x
+
+
+def _attend(forward: Forward, layer: Layer, qkv: Tensor, rotation: Rotation | None, norms: HeadNorms | None) -> Tensor:
+    """Return what attention reads, before the output projection: [tokens, its columns]."""
+    plan, backend = cast(Plan, forward.plan), cast(PagedGPU, forward.cache.backend)
+    normalize_together(layer, qkv)
+    gated = layer.spec.gates_attention
+    seen = backend.attend_qkv(forward.cache.layers[layer.cache], qkv, rotation, norms, plan, gated=gated)
+    if gated:
+        gate_heads(seen, qkv)
+    return seen.flatten(1)
+
+
+def by_torch(layers: Sequence[Layer]) -> str:
+    """Return which mixers of these layers torch computes, slowly, and why; empty: none."""
+    names = {DeltaNet: "linear attention token by token", Mamba2: "Mamba2 token by token"}
+    for layer in layers:
+        if layer.mixer is not None and not layer.mixer.is_static:
+            return f"torch computes {names.get(type(layer.mixer), 'short convolutions')}: {layer.mixer.objection}"
+    return ""
 
 
 def with_experts(beside: Beside, experts: RoutedExperts, mlp: Tensor, x: Tensor) -> Tensor:
@@ -243,6 +272,7 @@ def measured(layers: Sequence[Layer], rows: int, activation: str) -> dict[str, d
             norm = {"qkv": layer.attention_norm, "gate_up": layer.mlp_norm}.get(part)
             linears.append((getattr(layer, part), norm))
         weight = linears[0][0].weight
+        linears = [each for each in linears if each[0].weight.shape == weight.shape]  # layers may have several
         linears = linears[: max(2, -(-MEASURED_BYTES // weight.nbytes))]
         x = torch.ones(rows, weight.shape[1], dtype=dtype, device=device)
         residual = torch.zeros(rows, len(weight), dtype=dtype, device=device)
@@ -272,13 +302,18 @@ def objection(model: ModelSpec, device: torch.device, kernels: Kernels | None) -
         return "the Triton kernels do not scale the results of layers whose MLP is a mixture of experts"
     if model.decoder.norms_values and model.decoder.qk_norm != "head":
         return "the Triton kernels normalize values only with the queries and keys of each head"
-    if model.decoder.has_states or model.decoder.gates_attention:
-        return "the Triton kernels between products are not for layers that keep states, nor for gated attention"
     if model.decoder.hidden_size > MAX_HIDDEN:
         return f"the Triton kernels serve hidden states of up to {MAX_HIDDEN} numbers"
     if model.decoder.qk_norm == "all" and model.decoder.rows(0)[0] > MAX_HIDDEN:
         return f"the Triton kernels normalize up to {MAX_HIDDEN} numbers of queries together"
     return limitation(model.layers, model.dtype, device)
+
+
+def first_states(model: ModelSpec, layers: Sequence[Layer], count: int = 1) -> list[LayerStates]:
+    """Return `count` states for each of a model's layers that keep states, as far as these layers need them."""
+    device = layers[0].qkv.weight.device
+    last = max((layer.cache for layer in layers if layer.mixer is not None), default=-1)
+    return [LayerStates.allocate(shape, count, model.dtype, device) for shape in model.mixers[: last + 1]]
 
 
 def sinks_of(layers: Sequence[Layer]) -> dict[str, Tensor]:
@@ -345,16 +380,18 @@ def trial(
             backend = _Heard(invariant=invariant)
             cache = KVCache.allocate(
                 backend,
-                model.layers[: 1 + max(layer.cache for layer in first)],
+                model.layers[: 1 + max(layer.cache for layer in first if layer.mixer is None)],
                 num_blocks=num_blocks,
                 block_size=TRIAL_BLOCK,
                 dtype=model.cache_dtype,
                 device=device,
                 sinks=sinks_of(layers),
             )
-            found = []
+            found, states = [], first_states(model, first)
             for meta, own in zip(metas, tokens.split(size), strict=True):
-                forward = Forward(own % model.vocab_size, positions[own], cache.plan(meta), cache, own - own[0])
+                at, segments = own - own[0], Segments.of([[(len(own), 0 if own[0] else -1, 0)]], device)
+                plan, ids = cache.plan(meta), own % model.vocab_size
+                forward = Forward(ids, positions[own], plan, cache, at, States(states, segments))
                 found.append(executor.run(forward).double())
             results.append(torch.cat(found))
             lengths.append(torch.cat(backend.lengths[:: len(backend.lengths) // len(metas)]))

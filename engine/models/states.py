@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -197,20 +198,20 @@ class Segments:
     @classmethod
     def of(cls, rows: Sequence[Sequence[tuple[int, int, int]]], device: torch.device | str = "cpu") -> Segments:
         """Return the segments of rows of (number of tokens, source, target)."""
-        flat = [segment for row in rows for segment in row]
-        starts, begins = [0], [0]
-        for row in rows:
-            starts.append(starts[-1] + len(row))
-        for count, _, _ in flat:
-            begins.append(begins[-1] + count)
-        sources, targets = [source for _, source, _ in flat], [target for _, _, target in flat]
-
-        lists = starts, begins, sources, targets
+        lists = cls.lists(rows)
         numbers = torch.tensor([number for each in lists for number in each], dtype=torch.int32)
         if torch.device(device).type == "cuda":
             numbers = numbers.pin_memory()  # so that the copy does not wait for the step in flight
         row_start, begin, source, target = numbers.to(device, non_blocking=True).split(list(map(len, lists)))
-        return cls(row_start, begin, source, target, begins, sources, targets)
+        return cls(row_start, begin, source, target, *lists[1:])
+
+    @staticmethod
+    def lists(rows: Sequence[Sequence[tuple[int, int, int]]]) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Return what the tensors of `of` hold, in the order of the fields."""
+        flat = [segment for row in rows for segment in row]
+        starts = [0, *accumulate(map(len, rows))]
+        begins = [0, *accumulate(count for count, _, _ in flat)]
+        return starts, begins, [source for _, source, _ in flat], [target for _, _, target in flat]
 
 
 class States(NamedTuple):

@@ -24,6 +24,7 @@ from .cuda_graphs import GraphDevice
 from .draw_graphs import DrawGraphs
 from .group_tables import GroupTables
 from .logits import LogitsBackend
+from .state_inputs import StateInputs
 
 log = logging.getLogger("pequod.engine")
 
@@ -32,7 +33,8 @@ def capturable(model: Model, cache: KVCache) -> Executor | str:
     """Return the executor whose launches can be captured with this cache, or why there is none."""
     if not cache.backend.capturable:
         return "the attention backend needs the host in each layer"
-    return next((each for each in model.executors if isinstance(each, OnGPU)), "torch computes the layers")
+    found = next((each for each in model.executors if isinstance(each, OnGPU)), None)
+    return "torch computes the layers" if found is None else found.obstacle or found
 
 
 class TooLittleFree(Exception):
@@ -43,9 +45,10 @@ class Graphs:
     """An Executor for steps that fit into a captured bucket. Another executor's launches are captured.
 
     A step is padded to its bucket with tokens that store nothing and that no row attends to. Everything that a graph
-    reads or writes keeps its address: the inputs in Buffers, the work items in StaticPlans, weights, caches, the
-    attention's workspace and the result. A step's attention and norms have the same bits as without a graph; its
-    matmuls have those of a step of the bucket's size, which are the same ones with `batch_invariant`.
+    reads or writes keeps its address: the inputs in Buffers, the work items in StaticPlans, the segments of
+    StateInputs, weights, caches, states, the attention's workspace and the result. A step's attention and norms have
+    the same bits as without a graph; its matmuls have those of a step of the bucket's size, which are the same ones
+    with `batch_invariant`.
 
     Capturing ends where the reserved memory is taken. That is counted in a way that other processes on the device do
     not change: by torch's allocator, and by a maximum for what the driver keeps of a graph. The device's free memory
@@ -65,10 +68,11 @@ class Graphs:
         reserve: GraphReserve,
         step_bytes: int,  # that a launched step takes at most
         others: GroupTables | None = None,  # if the layers are in several groups
+        states: StateInputs | None = None,  # if there are layers that keep states
     ) -> None:
         assert spec.decoder is not None
         self._executor, self._cache, self._buffers, self._device = executor, cache, buffers, device
-        self._others = others
+        self._others, self._states = others, states
         self._due = sizes.all
         self._num_at_start = len(sizes.at_start)
         self._captured: dict[Bucket, Callable[[], None]] = {}
@@ -119,6 +123,8 @@ class Graphs:
         if forward.cache is not self._cache or not self._buffers.are_static(forward.ids):
             return False
         if self._bucket(forward) is None or not self._plans.takes(cast(Plan, forward.plan)):
+            return False
+        if self._states is not None and not (forward.states and self._states.are_static(forward.states)):
             return False
         return self._executor.takes(forward)
 
@@ -215,7 +221,8 @@ class Graphs:
             self._others.padding()
         self._plans.clear()
         plan = self._plans.plan(inputs.slot_mapping, has_chunks=bucket.has_chunks)
-        forward = Forward(inputs.ids, inputs.positions, plan, self._cache, logits_at=inputs.logits_at)
+        states = None if self._states is None else self._states.padding(min(bucket.tokens, len(inputs.seq_lens)))
+        forward = Forward(inputs.ids, inputs.positions, plan, self._cache, inputs.logits_at, states)
         result = self._hidden[: bucket.tokens]
 
         def work() -> None:

@@ -206,6 +206,7 @@ class Runner:
                 reserve=memory.graph_reserve(spec, config, type(backend)),
                 step_bytes=step_bytes or memory.activation_bytes(spec, config, type(backend)),
                 others=self.inputs.others,
+                states=self.inputs.states,
             )
             model.executors.insert(0, self.graphs)
         self.sampling = logits_choice.choose(config.cpu_isa, self.device, spec.dtype, spec.vocab_size)

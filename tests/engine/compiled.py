@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
 import time
 from dataclasses import replace
@@ -27,17 +28,18 @@ from engine.compiling import jobs
 from engine.kernels import launching
 from engine.kernels.launching import META, Compiling
 from engine.kernels.library import Choice
-from engine.models import Forward, gpu_delta, invariance, on_gpu, skinny, weight_trial
+from engine.models import Forward, gpu_delta, gpu_mamba2, gpu_short_conv, invariance, on_gpu, skinny, weight_trial
 from engine.models.decoder import Decoder
 from engine.models.family import BEFORE
 from engine.models.gpu_coded import CodedRows
 from engine.models.gpu_form import ROUNDED, Form
 from engine.models.gpu_gates import gate_constants
 from engine.models.layers import InFile, Linear
+from engine.models.mixers import gpu_jobs
 from engine.models.on_gpu import OnGPU
 from engine.models.skinny import CANDIDATES, UNIFORM, Choices, Tiles, candidates
 from engine.models.spec import ModelSpec, read_spec
-from engine.models.states import LinearShape, Segments
+from engine.models.states import ConvShape, LinearShape, Mamba2Shape, Segments
 from engine.runner.triton_logits import FIELDS, TritonLogits
 
 CPU = torch.device("cpu")
@@ -321,22 +323,35 @@ def test_the_kernels_of_quantized_experts_are_compiled_before_they_are_launched(
     assert compiled == []
 
 
-def test_the_kernels_of_linear_attention_are_compiled_once_for_any_step(compiled):
+@pytest.mark.parametrize(
+    "shape, compute, names",
+    [
+        (LinearShape(2, 4, 32, 16, 4), gpu_delta.gated_delta, ["convolve", "recur", "finish"]),
+        (ConvShape(48, 3, has_bias=True), gpu_short_conv.gated_conv, ["convolve_gated", "keep_windows"]),
+        (
+            Mamba2Shape(1, 4, 32, 16, 4, has_bias=False, has_conv_bias=True, limits=(0.0, math.inf)),
+            gpu_mamba2.mamba2,
+            ["convolve_steps", "scan", "finish_groups"],
+        ),
+    ],
+    ids=["linear attention", "short convolutions", "Mamba2"],
+)
+def test_the_kernels_of_layers_with_states_are_compiled_once_for_any_step(shape, compute, names, compiled):
     for kernel in triton_kernels():
         kernel.device_caches.clear()
-    shape, dtype = LinearShape(2, 4, 32, 16, 4), torch.bfloat16
-    for job in gpu_delta.jobs(shape, dtype):
+    dtype = torch.bfloat16
+    for job in gpu_jobs(shape, dtype):
         launching._run(job, CPU)
-    assert compiled == ["convolve", "recur", "finish"]
+    assert compiled == names
     compiled.clear()
     for count in (1, 2, 16, 33):
-        layer, qkvz, gates, states = gpu_delta._tensors(shape, dtype, CPU, 16 * count, is_random=False)
+        args = sys.modules[compute.__module__]._tensors(shape, dtype, CPU, 16 * count, is_random=False)
         segments = Segments.of([[(16, -1, 0)]] * count)
-        gpu_delta.gated_delta(layer, qkvz, gates, states, segments)
+        compute(*args, segments)
         # Parts of a step's inputs are not aligned.
         parts = [torch.empty(count + 5, dtype=torch.int32)[first : first + count + 1] for first in range(1, 5)]
         unaligned = dict(zip(("row_start", "begin", "source", "target"), parts, strict=True))
-        gpu_delta.gated_delta(layer, qkvz, gates, states, replace(segments, **unaligned))
+        compute(*args, replace(segments, **unaligned))
     assert compiled == []
 
 
@@ -380,10 +395,11 @@ def test_a_kernel_is_looked_up_once_for_what_it_is_compiled_for(monkeypatch, com
 
 
 def triton_kernels() -> list[Any]:
-    from engine.kernels.gpu import attention, delta, experts, layers, logits, matmul, shortlist, storing
-    from engine.kernels.gpu import skinny as products
-
-    modules = (attention, delta, experts, layers, logits, matmul, products, shortlist, storing)
+    names = (
+        "attention", "delta", "experts", "layers", "logits", "mamba2", "matmul", "short_conv", "shortlist", "skinny",
+        "storing",
+    )  # fmt: skip
+    modules = [launching.gpu_kernels(name) for name in names]
     return [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
 
 

@@ -25,10 +25,24 @@ from engine.attention.gpu_cache import Shape, near_lines, padded, power_of_two, 
 from engine.attention.gpu_plan import FEW_ROWS
 from engine.attention.gpu_shapes import attend_shape, is_short, queries_of
 from engine.attention.layer import LARGEST, AttentionLayer
-from engine.kernels.gpu import attention, changes, delta, experts, layers, logits, matmul, shortlist, skinny, storing
+from engine.kernels.gpu import (
+    attention,
+    changes,
+    delta,
+    experts,
+    layers,
+    logits,
+    mamba2,
+    matmul,
+    segments,
+    short_conv,
+    shortlist,
+    skinny,
+    storing,
+)
 from engine.kernels.gpu import scaled as scaled_kernels
 from engine.kernels.gpu import single as single_kernels
-from engine.models import gpu_delta, gpu_experts, gpu_tiles, gpu_weights, scaled, single
+from engine.models import gpu_delta, gpu_experts, gpu_mamba2, gpu_short_conv, gpu_tiles, gpu_weights, scaled, single
 from engine.models import skinny as few_rows
 from engine.models.gpu_form import ROUNDED, Form
 from engine.models.gpu_gates import gate_constants
@@ -38,7 +52,7 @@ from engine.models.gpu_weights import DEQUANTIZED_ROWS, DEQUANTIZED_WARPS, LOOKE
 from engine.models.on_gpu import MAX_HIDDEN
 from engine.models.scaled import Narrow
 from engine.models.single import SINGLES, Row, Single
-from engine.models.states import LinearShape
+from engine.models.states import ConvShape, LinearShape, Mamba2Shape, MixerShape
 from engine.runner.triton_logits import COUNT_DIGITS, ENTRIES, GROUP, SUM_DIGITS, TILE, TILES, WARPS
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -73,6 +87,7 @@ TURNS = {
     "nothing": {"TURNED": 0, "NORM": False},
     "three quarters": {"TURNED": 96, "PERIOD": 8192},
     "half, alternating": {"TURNED": 64, "INTERLEAVED": True, "WIDE_TURN": True},
+    "a quarter, gated": {"TURNED": 32, "GATED": True},
 }
 # Numbers of a hidden state, and of the MLP's.
 SIZES = {"Qwen3 0.6B": (1024, 3072), "Llama 8B": (4096, 14336), "Phi-3": (3072, 8192), "largest": (MAX_HIDDEN, 1)}
@@ -83,6 +98,22 @@ LINEAR = {
     "heads of 64": LinearShape(4, 4, 64, 64, 4),
     "heads of 48 and 80": LinearShape(2, 4, 48, 80, 3),
     "heads of 256": LinearShape(4, 8, 256, 256, 4),
+    "heads of 8 and 12": LinearShape(2, 4, 8, 12, 4),
+}
+
+
+def mamba(*sizes: int) -> Mamba2Shape:
+    return Mamba2Shape(*sizes, has_bias=False, has_conv_bias=True, limits=(0.0, 1.0))
+
+
+MIXERS: dict[str, MixerShape] = {
+    **LINEAR,
+    "LFM2 1.2B": ConvShape(2048, 3, has_bias=False),
+    "conv of 24": ConvShape(24, 4, has_bias=True),
+    "Granite 4.0 H Micro": mamba(1, 64, 128, 64, 4),
+    "Granite 4.0 H Small": mamba(1, 128, 128, 64, 4),
+    "Mamba2 of heads of 256": mamba(1, 64, 256, 256, 4),
+    "Mamba2 of heads of 8 and 16": mamba(2, 8, 8, 16, 3),
 }
 Arguments = tuple[dict[str, Any], dict[str, Any]]  # types and constants
 PARTED = {"sums_ptr": "*fp32", "arrived_ptr": "*i32"}
@@ -96,7 +127,12 @@ FUSED = (
     experts.combine,
     layers.add_norm,
     layers.gate,
+    mamba2.convolve_steps,
+    mamba2.finish_groups,
+    mamba2.scan,
     matmul.multiply,
+    short_conv.convolve_gated,
+    short_conv.keep_windows,
     single_kernels.multiply,
     single_kernels.multiply_quantized,
     skinny.multiply,
@@ -152,7 +188,7 @@ def rotate_store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, 
     constants = {
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim,
         "GROUP_P": power_of_two(layer.num_heads // layer.num_kv_heads), "HALF_P": power_of_two(layer.head_dim // 2),
-        "BLOCK": 16, "OWN": 2, "NORM": True, "WIDE": False, "NORM_VALUES": layer.head_dim > 256,
+        "BLOCK": 16, "GATED": False, "OWN": 2, "NORM": True, "WIDE": False, "NORM_VALUES": layer.head_dim > 256,
         "TURNED": layer.head_dim, "INTERLEAVED": False, "WIDE_TURN": False, "PERIOD": 0, "SCALED": cache in LARGEST,
         "DEPENDENT": arch >= 90,
     }  # fmt: skip
@@ -252,13 +288,26 @@ def combined(hidden: int, active: int, dtype: torch.dtype, *, arch: int) -> Argu
     return signature, {"SIZE": hidden, "TILE": GATE_TILE, "ACTIVE": active, "SHARED": True, "DEPENDENT": arch >= 90}
 
 
-def linear(shape: LinearShape, dtype: torch.dtype, *, arch: int) -> Iterator[tuple[Any, Arguments, dict[str, int]]]:
-    """Yield the kernels of a layer of linear attention as gated_delta launches them."""
-    numbers = ("qkvz_ptr", "gates_ptr", "taps_ptr", "windows_ptr", "convolved_ptr", "read_ptr", "weight_ptr")
-    types = dict.fromkeys(numbers, "*" + NAMES[dtype]) | {"eps": "fp32", "l2_eps": "fp32"}
-    types |= dict.fromkeys(("decay_ptr", "bias_ptr", "numbers_ptr", "matrices_ptr"), "*fp32")
-    types |= dict.fromkeys(delta.SEGMENTS, "*i32")
-    for kernel, own in zip((delta.convolve, delta.recur, delta.finish), gpu_delta._constants(shape), strict=True):
+def mixer(shape: MixerShape, dtype: torch.dtype, *, arch: int) -> Iterator[tuple[Any, Arguments, dict[str, int]]]:
+    """Yield the kernels of a layer that keeps states as they are launched."""
+    numbers = (
+        "qkvz_ptr", "gates_ptr", "taps_ptr", "windows_ptr", "convolved_ptr", "read_ptr", "weight_ptr", "projected_ptr",
+        "out_ptr",
+    )  # fmt: skip
+    types = dict.fromkeys(numbers, "*" + NAMES[dtype]) | dict.fromkeys(("eps", "l2_eps", "least", "most"), "fp32")
+    types |= dict.fromkeys(("decay_ptr", "dt_bias_ptr", "skip_ptr", "numbers_ptr", "matrices_ptr"), "*fp32")
+    types |= dict.fromkeys(segments.SEGMENTS, "*i32")
+    found: tuple[Any, ...]
+    if isinstance(shape, LinearShape):
+        types["bias_ptr"] = "*fp32"
+        found = (delta.convolve, delta.recur, delta.finish), gpu_delta._constants(shape)
+    else:
+        types["bias_ptr"] = types["taps_ptr"]
+        if isinstance(shape, Mamba2Shape):
+            found = (mamba2.convolve_steps, mamba2.scan, mamba2.finish_groups), gpu_mamba2._constants(shape)
+        else:
+            found = (short_conv.convolve_gated, short_conv.keep_windows), gpu_short_conv._constants(shape)
+    for kernel, own in zip(*found, strict=True):
         options = {name: value for name, value in own.items() if name in ("num_warps", "maxnreg")}
         constants = {name: value for name, value in own.items() if name not in options}
         yield kernel, (types, constants | {"DEPENDENT": arch >= 90}), options
@@ -452,9 +501,9 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
         for part in gpu_experts.QUANTIZED_TILES.values():
             label = f"routed {form.name}, tiles of {part.tokens} bf16"
             yield label, matmul.multiply, product(form, torch.bfloat16, part, arch=arch, fan=4), part.warps
-    for name, sizes_of in LINEAR.items():
+    for name, mixed in MIXERS.items():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for kernel, arguments, options in linear(sizes_of, dtype, arch=arch):
+            for kernel, arguments, options in mixer(mixed, dtype, arch=arch):
                 yield f"{kernel.__name__} {name} {NAMES[dtype]}", kernel, arguments, options
     for name, vocab_size in VOCABULARIES.items():
         for kernel, arguments in sampling(vocab_size, arch):
@@ -499,7 +548,15 @@ def resources(kernel: Any, arguments: Arguments, shape: int | Shape | dict[str, 
         "mma": len(re.findall(r"\bmma\.sync\.", ptx)),
         "wgmma": len(re.findall(r"\bwgmma\.mma_async\.", ptx)),
         "waits": len(re.findall(r"\bgriddepcontrol\.wait", ptx)),  # for the kernel before
+        "carried": carried_bounds(compiled.asm["ttir"]),
     }
+
+
+def carried_bounds(ttir: str) -> list[str]:
+    """Return the bounds of loops that an iteration of a loop around them sets for the next: Triton 3.6 loses them."""
+    carried = {name for each in re.findall(r"iter_args\((.*?)\) ->", ttir) for name in re.findall(r"(%\w+) =", each)}
+    bounds = {name for each in re.findall(r"scf\.for %\w+ = (%\w+) to (%\w+) ", ttir) for name in each}
+    return sorted(carried & bounds)
 
 
 def main() -> None:

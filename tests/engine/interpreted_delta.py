@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 from engine.models import delta, gpu_delta
 from engine.models.delta import DeltaLayer, DeltaWeights
-from engine.models.gpu_delta import TRIAL_ROWS, TRIAL_STATES, gated_delta, objection
+from engine.models.gpu_delta import gated_delta, objection
+from engine.models.gpu_states import TRIAL_ROWS, TRIAL_STATES
+from engine.models.mixers import gpu_jobs
 from engine.models.states import LayerStates, LinearShape, Segments
 from tests.engine.interpreter import prepare
 from tests.engine.test_attention import CPU
@@ -32,6 +34,8 @@ SHAPES = {
     "no powers of two": LinearShape(2, 2, 48, 80, 3),
     "largest": LinearShape(1, 1, 256, 256, 2),
     "no window": LinearShape(1, 3, 16, 16, 1),
+    "heads of 8 and 12": LinearShape(1, 2, 8, 12, 2),
+    "heads of 1 and 33": LinearShape(2, 2, 1, 33, 4),
     "tiled": replace(SHAPE, is_tiled=True),
 }
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -205,10 +209,9 @@ def test_the_kernels_are_tried_and_what_they_cannot_compute_has_a_reason(monkeyp
     for dtype in TOLERANCE:
         assert objection(SHAPE, dtype, CPU) is None
     assert objection(SHAPE, torch.float64, CPU) == "the Triton kernels do not compute in float64"
-    for dim in (8, 24, 272):
-        reason = objection(replace(SHAPE, value_dim=dim), torch.float32, CPU)
-        assert reason == "the Triton kernels serve linear attention with heads of up to 256 numbers, in steps of 16"
-        assert list(gpu_delta.jobs(replace(SHAPE, key_dim=dim), torch.float32)) == []
+    reason = objection(replace(SHAPE, value_dim=257), torch.float32, CPU)
+    assert reason == "the Triton kernels serve linear attention with heads of up to 256 numbers"
+    assert list(gpu_jobs(replace(SHAPE, key_dim=257), torch.float32)) == []
     compute = gpu_delta.gated_delta
 
     def wrong(*args) -> Tensor:

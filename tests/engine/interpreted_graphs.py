@@ -27,8 +27,11 @@ from engine.batch import Batch, Entered, Row
 from engine.build import Built, build, describe, load
 from engine.graph_sizes import Bucket, sizes
 from engine.kernels.gpu import attention as attention_kernels
+from engine.kernels.gpu import delta as delta_kernels
 from engine.kernels.gpu import experts as expert_kernels
 from engine.kernels.gpu import layers as layer_kernels
+from engine.kernels.gpu import mamba2 as mamba2_kernels
+from engine.kernels.gpu import short_conv as conv_kernels
 from engine.kernels.gpu import skinny as skinny_kernels
 from engine.kernels.gpu import storing as storing_kernels
 from engine.models import dummy, on_gpu, rope
@@ -54,7 +57,9 @@ def recorder(monkeypatch) -> Iterator[Recorder]:
     monkeypatch.setattr(dummy, "STD", 0.4)  # so that tokens differ
     monkeypatch.setattr(rope, "TABLE", 4)  # so that the table of angles grows
     monkeypatch.setattr(gpu_plan, "SPLIT", 32)  # so that some decodes have two parts
-    with recorder.kernels(attention_kernels, storing_kernels, expert_kernels, layer_kernels, skinny_kernels):
+    of_states = delta_kernels, conv_kernels, mamba2_kernels
+    modules = attention_kernels, storing_kernels, *of_states, expert_kernels, layer_kernels, skinny_kernels
+    with recorder.kernels(*modules):
         yield recorder
 
 
@@ -112,6 +117,38 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 16,
         "attention_bias": True,
     },
+    "qwen3_5": {  # a layer that keeps states, and one with gated attention
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+    },
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "num_hidden_layers": 2,
+        "full_attn_idxs": [1],
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "granitemoehybrid": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 2,
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 3,
+        "mamba_n_groups": 1,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+    },
 }
 
 
@@ -159,7 +196,10 @@ class Trace:
 
     def __init__(self, built: Built, *, is_ahead: bool, capture_at: int | None = None) -> None:
         self.runner, self.is_ahead, self.capture_at = built.runner, is_ahead, capture_at
-        self.scheduler = Scheduler(built.config, built.info.num_blocks, built.info.vocab_size, groups=built.info.groups)
+        info, has_states = built.info, bool(built.runner.model.spec.mixers)
+        self.scheduler = Scheduler(
+            built.config, info.num_blocks, info.vocab_size, groups=info.groups, has_states=has_states
+        )
         self.sizes: list[Bucket] = []  # of the steps
         self.caches = [layer.tensor for layer in self.runner.cache.layers]
         with torch.inference_mode():
@@ -221,6 +261,9 @@ def tokens_and_logprobs(deltas: list[Any]) -> tuple[list[int], list[float]]:
         ("cohere2", True),
         ("gemma4", True),
         ("gpt_oss", True),
+        ("qwen3_5", True),
+        ("lfm2", False),
+        ("granitemoehybrid", True),
     ],
 )
 def test_replayed_steps_give_the_tokens_of_launched_ones(name, is_ahead, tmp_path, recorder, monkeypatch):

@@ -424,6 +424,23 @@ def test_layers_with_experts_are_proved_too(tmp_path, name, monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
+def test_layers_that_keep_states_are_proved_too(tmp_path):
+    model = model_of("qwen3_5", tmp_path)
+    assert (model.product.invariant, model.product.note) == (True, "")
+    parts = model.spec, model.embedding, model.layers, model.rotaries, model.inputs
+    mixer = model.layers[0].mixer
+    assert mixer is not None
+    compute = mixer.compute
+
+    def wrong(x: Tensor, *more: Any) -> Tensor:
+        """What a layer reads is larger in steps of one token."""
+        return compute(x, *more) * (1 + (len(x) == 1))
+
+    mixer.compute = wrong
+    assert "numbers of layer 0 depend on the batch on this device" in str(invariance.proof(parts, model.project))
+
+
+@pytest.mark.usefixtures("small")
 def test_tiles_that_round_otherwise_give_way_to_one_for_all_rows(tmp_path, monkeypatch):
     used = set()
 

@@ -27,11 +27,12 @@ from engine.models import Forward, gpu_products, on_gpu
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
 from engine.models.family import PLAIN, NormKind
-from engine.models.gpu_layers import add, normalize
+from engine.models.gpu_layers import add, gate_heads, normalize
 from engine.models.layers import ACTIVATIONS
 from engine.models.norms import RMSNorm, make_norm
 from engine.models.on_gpu import OnGPU, add_norm, gated
 from engine.models.rope import Rope, Rotary, rotate
+from engine.models.states import LayerStates, Segments, States
 from tests.engine.interpreter import prepare
 from tests.engine.test_attention import CPU, layer_of, spoil
 from tests.models import load_model, make
@@ -139,6 +140,17 @@ def test_gates_are_exact_until_they_are_rounded(inner, activation):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("heads, dim", [(1, 16), (3, 80), (9, 256)])
+def test_what_heads_have_seen_is_multiplied_by_the_sigmoid_of_their_gates(heads, dim, dtype):
+    torch.manual_seed(dim)
+    seen, qkv = torch.randn(3, heads, dim).to(dtype), 4 * torch.randn(3, (2 * heads + 2) * dim).to(dtype)
+    gates = qkv[:, : 2 * heads * dim].view(3, heads, 2, dim)[:, :, 1]
+    want = seen * gates.sigmoid()
+    gate_heads(seen, inside(qkv))
+    torch.testing.assert_close(seen, want, rtol=1e-6 if dtype == torch.float32 else 2e-3, atol=1e-7)
+
+
 def test_gates_of_large_numbers_are_finite():
     x = torch.tensor([[-200.0, 200.0, 1.0, 1.0]])
     for activation in ACTIVATIONS:
@@ -151,6 +163,7 @@ class Kind(NamedTuple):
     turned: int | None = None  # numbers of a head; None: all
     is_interleaved: bool = False
     query_beta: float = 0.0
+    is_gated: bool = False  # each query is followed by a gate
 
 
 USUAL = Kind()
@@ -190,7 +203,12 @@ def rotations(
         want = backends[1].attend(torchs, rotated(q, positions) * factor, rotated(k, positions), v, plan)
         heads = HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
         rotation = Rotation(positions, rotary.table(64), kind.is_interleaved, False, scales, period)
-        found = backends[0].attend_qkv(ours, inside(qkv), rotation if turned else None, heads, plan)
+        if kind.is_gated:
+            pairs = qkv[:, : widths[0]].unflatten(1, (-1, 1, dim)).expand(-1, -1, 2, -1).clone()
+            pairs[:, :, 1] = math.nan  # gates are neither read nor written
+            qkv = torch.cat([pairs.flatten(1), qkv[:, widths[0] :]], 1)
+        rotation = rotation if turned else None
+        found = backends[0].attend_qkv(ours, inside(qkv), rotation, heads, plan, gated=kind.is_gated)
         yield found, ours.tensor, want, torchs.tensor
 
 
@@ -213,6 +231,8 @@ def test_queries_and_keys_are_rotated_and_stored_as_in_torch(shape, window, held
         (Kind(is_interleaved=True), torch.int8),
         (Kind(turned=32, is_interleaved=True), torch.float32),
         (Kind(query_beta=0.3), torch.float32),
+        (Kind(turned=16, is_gated=True), torch.float32),
+        (Kind(turned=0, is_gated=True), torch.int8),
     ],
     ids=str,
 )
@@ -281,11 +301,14 @@ def test_padding_tokens_are_not_stored():
     assert (cache.tensor == 0).sum() == 32 and (cache.tensor == 7).sum() == 4 * 32 - 32
 
 
-def step(model: Decoder, rows: list[tuple[list[int], int, int]], cache: KVCache) -> Forward:
-    """Return a step of these rows of (block ids, cached tokens, new tokens)."""
+def step(
+    model: Decoder, rows: list[tuple[list[int], int, int]], cache: KVCache, states: list[LayerStates] | None = None
+) -> Forward:
+    """Return a step of these rows of (block ids, cached tokens, new tokens), each with a state of its own."""
     positions = torch.cat([torch.arange(cached, cached + new) for _, cached, new in rows])
-    plan = cache.plan(AttentionMeta.of(rows, 4))
-    return Forward((7 * positions + 3) % model.spec.vocab_size, positions, plan, cache, positions)
+    plan, ids = cache.plan(AttentionMeta.of(rows, 4)), (7 * positions + 3) % model.spec.vocab_size
+    segments = Segments.of([[(new, number if cached else -1, number)] for number, (_, cached, new) in enumerate(rows)])
+    return Forward(ids, positions, plan, cache, positions, None if states is None else States(states, segments))
 
 
 def cache_of(model: Decoder) -> KVCache:
@@ -330,18 +353,21 @@ def test_the_final_norm_is_one_call(tmp_path, monkeypatch):
     "name",
     [
         "llama-yarn", "llama-bias", "mistral", "qwen3", "gemma2", "gemma3_text", "granite", "smollm3", "glm4", "olmo3",
-        "ministral3", "cohere2", "gemma4_text-small",
+        "ministral3", "cohere2", "gemma4_text-small", "qwen3_5_text", "qwen3_5_moe_text", "lfm2-bias", "lfm2_moe",
+        "granitemoehybrid-mamba",
     ],
 )  # fmt: skip
 def test_steps_equal_those_in_torch(tmp_path, name):
     model = model_of(name, tmp_path)
     eager = next(executor for executor in model.executors if isinstance(executor, Eager))
     ours, torchs = cache_of(model), cache_of(model)
+    of_ours, of_torchs = (on_gpu.first_states(model.spec, model.layers, count=2) for _ in range(2))
     with torch.inference_mode():
         for rows in (CHUNKS, MIXED, DECODES):
             assert model.executors[0].takes(step(model, rows, ours))
-            found = model.executors[0].run(step(model, rows, ours))
-            torch.testing.assert_close(found, eager.run(step(model, rows, torchs)), rtol=1e-4, atol=1e-4)
+            found = model.executors[0].run(step(model, rows, ours, of_ours))
+            want = eager.run(step(model, rows, torchs, of_torchs))
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
 class Calls(TorchDispatchMode):

@@ -21,7 +21,8 @@ WEIGHTS = {"product", "dequantize", "lookup"}
 LISTS = {"find_bound", "shortlist", "draw_listed"}
 LOGITS = {"find_top", *LISTS, "count_digit", "weigh", "sum_digit", "sum_kept", "pick", "tally", "collect"}
 CHANGES = {"penalize", "add", "exclude", "forbid"}
-LINEAR = {"convolve", "recur", "finish"}
+LINEAR, CONV = {"convolve", "recur", "finish"}, {"convolve_gated", "keep_windows"}
+MAMBA = {"convolve_steps", "scan", "finish_groups"}
 
 
 # Expressions for the names of kernels. Those of logits are compiled for one vocabulary on each architecture: a size
@@ -68,9 +69,13 @@ CASES = [
     (90, "routed ((gate|down), tiles of 128|gate, tiles of 64|(int4|float8 in groups).*tiles of 64)", {"routed"}),
     (90, "(choose|combine) Qwen3 30B|arrange Qwen3 30B, tiles of 128", {"choose", "arrange", "combine"}),
     (80, "alike tiles of (128|.* fp32)", {"alike"}),
-    (90, "(Qwen3.5 9B|heads of 48 and 80) bf16", LINEAR),
-    (90, "heads of 256 fp32", LINEAR),
-    (80, "Qwen3.5 9B fp16|heads of 256 fp32", LINEAR),
+    (90, "(Qwen3.5 9B|(?<!Mamba2 of )heads of (48 and 80|8 and 12)) bf16", LINEAR),
+    (90, "(?<!Mamba2 of )heads of 256 fp32", LINEAR),
+    (80, "Qwen3.5 9B fp16|(?<!Mamba2 of )heads of 256 fp32", LINEAR),
+    (90, "(LFM2 1.2B|conv of 24) bf16", CONV),
+    (80, "LFM2 1.2B fp16", CONV),
+    (90, "Granite 4.0 H Small bf16|Mamba2 of heads of .* fp32", MAMBA),
+    (80, "Granite 4.0 H Micro fp16|Mamba2 of heads of 256 fp32", MAMBA),
 ]
 
 
@@ -92,6 +97,7 @@ def test_compiled_kernels_spill_no_registers(arch, only, kernels):
     found = [each for each in compiled(arch) if re.search(only, each["kernel"])]
     assert {each["kernel"].split()[0] for each in found} == kernels
     for each in found:
+        assert each["carried"] == [], each
         assert each["stack"] <= (SMALL_STACK if each["kernel"].startswith("uniform decode") else 0), each
         # Those of attention and of experts are not chosen by what fits into a GPU, so they must fit into all.
         chosen = each["kernel"].startswith("few")
@@ -105,3 +111,11 @@ def test_compiled_kernels_spill_no_registers(arch, only, kernels):
     alone = ("store", "dequantize", "lookup", *CHANGES)  # launched when the kernel before has ended
     waits = [arch == 90 and not each["kernel"].startswith(alone) for each in found]
     assert [each["waits"] for each in found] == waits
+
+
+def test_a_bound_that_an_iteration_sets_for_the_next_one_is_found():
+    from tests.engine.gpu_resources import carried_bounds
+
+    outer = "%0:2 = scf.for %i = %c0 to %n step %c1 iter_args(%x = %a, %begin_5 = %b) -> (tensor<8xf32>, i32)"
+    assert carried_bounds(f"{outer} : i32 {{\n%1 = scf.for %j = %begin_5 to %stop step %c1 : i32 {{") == ["%begin_5"]
+    assert carried_bounds(f"{outer} : i32 {{\n%1 = scf.for %j = %start to %stop step %c1 : i32 {{") == []

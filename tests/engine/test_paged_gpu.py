@@ -25,6 +25,7 @@ FILES = [
     "interpreted_invariance.py",
     "interpreted_layers.py",
     "interpreted_logits.py",
+    "interpreted_mixers.py",
     "interpreted_scaled.py",
     "interpreted_single.py",
     "interpreted_skinny.py",

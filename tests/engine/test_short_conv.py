@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.models.convolution import convolve
-from engine.models.short_conv import ShortConv
+from engine.models.short_conv import ConvLayer, convolve_segments
 from engine.models.states import ConvShape, LayerStates, Segments
 
 CPU = torch.device("cpu")
@@ -27,12 +27,15 @@ STEPS: list[Rows] = [
 class Layer:
     def __init__(self, taps: int, dtype: torch.dtype) -> None:
         shape = ConvShape(CHANNELS, taps, has_bias=True)
-        self.conv, draw = ShortConv(shape, dtype, CPU), torch.Generator().manual_seed(taps)
-        assert self.conv.bias is not None
+        generator = torch.Generator().manual_seed(taps)
+
+        def random(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, generator=generator).to(dtype)
+
+        self.conv = ConvLayer(shape, random(CHANNELS, 1, taps), random(CHANNELS))
         self.states = LayerStates.allocate(shape, STATES, dtype, CPU)
-        for tensor in (self.conv.taps, self.conv.bias, self.states.windows):
-            tensor.copy_(torch.randn(tensor.shape, generator=draw))
-        self.x = torch.randn(32, CHANNELS, generator=draw).to(dtype)
+        self.states.windows.copy_(random(*self.states.windows.shape))
+        self.x = random(32, CHANNELS)
 
     def expected(self, x: Tensor, windows: Tensor, segments: Segments) -> Tensor:
         """Return the results, one segment after the other; the windows are written."""
@@ -58,7 +61,7 @@ def test_a_step_computes_each_segment_from_its_own_past(rows, taps, dtype):
     x = layer.x[: segments.begin_list[-1]]
     windows = layer.states.windows.clone()
     want = layer.expected(x, windows, segments)
-    assert torch.equal(layer.conv.convolved(x, layer.states, segments), want)
+    assert torch.equal(convolve_segments(layer.conv, x, layer.states, segments), want)
     assert torch.equal(layer.states.windows, windows)
 
 
@@ -66,7 +69,7 @@ def test_a_row_without_segments_computes_nothing():
     layer, segments = Layer(3, torch.float32), Segments.of([[(2, 1, 1)], []])
     windows = layer.states.windows.clone()
     want = layer.expected(layer.x[:2], windows, segments)
-    assert torch.equal(layer.conv.convolved(layer.x[:2], layer.states, segments), want)
+    assert torch.equal(convolve_segments(layer.conv, layer.x[:2], layer.states, segments), want)
     assert torch.equal(layer.states.windows, windows)
 
 
@@ -75,5 +78,5 @@ def test_a_state_that_holds_no_numbers_is_not_read():
     layer.states.windows.fill_(torch.nan)
     for rows in ([[(1, -1, 0)]], [[(3, -1, 0)], [(1, -1, 1)]]):
         segments = Segments.of(rows)
-        found = layer.conv.convolved(layer.x[: segments.begin_list[-1]], layer.states, segments)
+        found = convolve_segments(layer.conv, layer.x[: segments.begin_list[-1]], layer.states, segments)
         assert not found.isnan().any()

@@ -1,7 +1,9 @@
 """The oracle's table on a CUDA device: the same code, the same tokens; and our kernels there. `make test-gpu`."""
 
+import math
 import pathlib
 import random
+import sys
 
 import pytest
 import torch
@@ -10,9 +12,9 @@ from engine import EngineConfig
 from engine.attention.paged_gpu import FP8_CAPABILITY
 from engine.build import build
 from engine.graph_sizes import sizes
-from engine.models import gpu_delta
+from engine.models import gpu_delta, gpu_mamba2, gpu_short_conv
 from engine.models.on_gpu import OnGPU
-from engine.models.states import LinearShape, Segments
+from engine.models.states import ConvShape, LinearShape, Mamba2Shape, Segments
 from engine.runner.graphs import Graphs
 from engine.runner.logits import TorchLogits
 from engine.runner.triton_logits import TritonLogits
@@ -73,7 +75,7 @@ def test_our_kernels_compute_native_models(name, dtype, kv_dtype, tmp_path: path
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("quantization", ["none", "int4"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "qwen3_5_text", "lfm2", "granitemoehybrid-mamba"])
 async def test_a_batch_invariant_engine_gives_the_same_bits_alone_and_in_any_batch(tmp_path, dtype, quantization, name):
     if quantization != "none" and dtype == "float32":
         pytest.skip("the kernels for quantized weights do not compute in float32")
@@ -92,6 +94,8 @@ LINEAR = {
     "tiled": LinearShape(2, 4, 32, 16, 4, is_tiled=True),
     "no powers of two": LinearShape(2, 4, 48, 80, 3),
     "largest": LinearShape(2, 2, 256, 256, 4),
+    "heads of 8 and 12": LinearShape(2, 4, 8, 12, 4),
+    "heads of 1 and 33": LinearShape(2, 2, 1, 33, 4),
 }
 
 
@@ -107,6 +111,47 @@ def test_our_kernels_compute_linear_attention(name, dtype):
 
     def read(states, rows, first: int, end: int) -> torch.Tensor:
         return gpu_delta.gated_delta(layer, qkvz[first:end], gates[first:end], states, Segments.of(rows, device))
+
+    want = read(whole, [[(tokens, -1, 0)]], 0, tokens)
+    found = [
+        read(divided, [[(64, -1, 1), (33, 1, 0)], [(50, 3, 3)]], 0, 147)[:97],
+        read(divided, [[(102, 0, 2), (0, 2, 0)]], 97, 199),
+        read(divided, [[(1, 0, 0)]], 199, 200),
+    ]
+    assert torch.equal(torch.cat(found), want)
+    assert all(torch.equal(ours[0], one[0]) for ours, one in zip(divided, whole, strict=True))
+
+
+def mamba(*sizes: int, bias: bool = True, limits: tuple[float, float] = (0.0, math.inf)) -> Mamba2Shape:
+    return Mamba2Shape(*sizes, has_bias=False, has_conv_bias=bias, limits=limits)
+
+
+OTHERS = {
+    "LFM2 1.2B": ConvShape(2048, 3, has_bias=False),
+    "small convolution": ConvShape(48, 4, has_bias=True),
+    "convolution without window": ConvShape(300, 1, has_bias=True),
+    "Granite 4.0 H Micro": mamba(1, 64, 128, 64, 4),
+    "Granite 4.0 H Small": mamba(1, 128, 128, 64, 4),
+    "small Mamba2": mamba(2, 4, 32, 16, 4, limits=(0.01, 1.0)),
+    "Mamba2 of no powers of two": mamba(3, 6, 9, 33, 3, bias=False),
+    "largest Mamba2": mamba(1, 64, 256, 256, 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_our_kernels_compute_short_convolutions_and_mamba2(name, dtype):
+    """A step is compared with torch, and a sequence has the same bits however it is divided, beside any others."""
+    device, shape = torch.device("cuda"), OTHERS[name]
+    compute = gpu_mamba2.mamba2 if isinstance(shape, Mamba2Shape) else gpu_short_conv.gated_conv
+    module = sys.modules[compute.__module__]
+    assert module.objection(shape, dtype, device) is None
+    tokens = 200
+    layer, projected, whole = module._tensors(shape, dtype, device, tokens, is_random=True)
+    divided = type(whole)(*(each.clone() for each in whole))
+
+    def read(states, rows, first: int, end: int) -> torch.Tensor:
+        return compute(layer, projected[first:end], states, Segments.of(rows, device))
 
     want = read(whole, [[(tokens, -1, 0)]], 0, tokens)
     found = [

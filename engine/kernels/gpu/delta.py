@@ -2,14 +2,11 @@
 
 Three launches compute a layer's linear attention. The recurrence is the only one whose time grows with the tokens of a
 row, so what a token needs of itself alone is computed before it and after it. models/delta.py computes the same in
-torch; states.py has the rows, segments, windows and matrices. A convolution reads the window of a row's first source
-after which the recurrence runs; only then `finish` overwrites windows, so that a source may be a target as well.
+torch. See segments.py for rows, windows and padding.
 
 Every sum is over the numbers of one head or over the taps, in an order that depends on the model's sizes alone. So a
-row has the same bits beside any other rows, and however its tokens are divided into steps and segments.
-
-In a launch's grid are the numbers of rows and tokens, which may be larger than those of the segments: a row without
-segments and tokens of no row are padding. DEPENDENT as in skinny.multiply.
+row has the same bits beside any other rows, and however its tokens are divided into steps and segments. DEPENDENT as in
+skinny.multiply.
 """
 
 from __future__ import annotations
@@ -19,23 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activations import activated
-
-# They are parts of a step's inputs, which need not be aligned. The kernels are not compiled once more for those that
-# are, perhaps while a graph is captured.
-SEGMENTS = ["row_start_ptr", "begin_ptr", "source_ptr", "target_ptr"]
-
-
-@triton.jit
-def _softplus(x):
-    """Return log(1 + exp(x)) with a small relative error for any x."""
-    e = tl.exp(-tl.abs(x))
-    # log(1 + e) is 2 * atanh(y), here by its series, as 0 <= y <= 1/3: a GPU's logarithm is inexact near 1.
-    y = e / (2.0 + e)
-    square = y * y
-    series = 1.0 / 13.0
-    for term in tl.static_range(1, 7):
-        series = series * square + 1.0 / (13.0 - 2.0 * term)
-    return tl.where(x > 0.0, x, 0.0) + 2.0 * y * series
+from .segments import SEGMENTS, convolve_tile, find_rows, softplus, write_windows
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=SEGMENTS)
@@ -59,46 +40,23 @@ def convolve(
     VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUES
     NUMBERS: tl.constexpr = 2 * KEY_HEADS + 2 * VALUE_HEADS
-    BEFORE: tl.constexpr = TAPS - 1  # tokens
     head = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
 
-    # The row's first token, and the first segment's source; of a token of no row 0.
-    start = tl.zeros([TOKENS], tl.int32)
-    source = tl.zeros([TOKENS], tl.int32)
-    for first in range(0, rows, ROWS):
-        row = first + tl.arange(0, ROWS)
-        is_row = row < rows
-        segment = tl.load(row_start_ptr + row, mask=is_row, other=0)
-        after = tl.load(row_start_ptr + row + 1, mask=is_row, other=0)
-        begin = tl.load(begin_ptr + segment, mask=is_row, other=0)
-        end = tl.load(begin_ptr + after, mask=is_row, other=0)
-        own_source = tl.load(source_ptr + segment, mask=begin < end, other=0)
-        is_own = (begin[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
-        start += tl.sum(tl.where(is_own, begin[None, :], 0), 1)
-        source += tl.sum(tl.where(is_own, own_source[None, :], 0), 1)
+    start, source = find_rows(row_start_ptr, begin_ptr, source_ptr, token, rows, TOKENS, ROWS)
     live_token = token < tokens
 
     is_key = head < 2 * KEY_HEADS
     i = tl.arange(0, DIM_P)
     live_number = i < tl.where(is_key, KEY_DIM, VALUE_DIM)
     channel = tl.where(is_key, head * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM) + i
-    live = live_token[:, None] & live_number[None, :]
-    total = tl.zeros([TOKENS, DIM_P], tl.float32)
-    for tap in tl.static_range(0, TAPS):
-        place = token - start + tap  # in the row's line: the window, then its tokens
-        is_before = place < BEFORE
-        at = (token - BEFORE + tap).to(tl.int64) * (CHANNELS + VALUES)
-        is_here = live & (place >= BEFORE)[:, None]
-        x = tl.load(qkvz_ptr + at[:, None] + channel[None, :], mask=is_here, other=0.0).to(tl.float32)
-        at = (source.to(tl.int64) * BEFORE + place) * CHANNELS
-        is_kept = is_before & (source >= 0)
-        kept = tl.load(windows_ptr + at[:, None] + channel[None, :], mask=live & is_kept[:, None], other=0.0)
-        weight = tl.load(taps_ptr + channel * TAPS + tap, mask=live_number, other=0.0).to(tl.float32)
-        total += tl.where(is_before[:, None], kept.to(tl.float32), x) * weight[None, :]
+    total = convolve_tile(
+        qkvz_ptr, windows_ptr, taps_ptr, token, start, source, channel, live_token, live_number,
+        CHANNELS + VALUES, CHANNELS, TAPS, 0, TOKENS, DIM_P,
+    )  # fmt: skip
     result = activated(total.to(DTYPE).to(tl.float32), "silu").to(DTYPE)
     at = token.to(tl.int64) * CHANNELS
-    tl.store(convolved_ptr + at[:, None] + channel[None, :], result, mask=live)
+    tl.store(convolved_ptr + at[:, None] + channel[None, :], result, mask=live_token[:, None] & live_number[None, :])
 
     numbers = numbers_ptr + token.to(tl.int64) * NUMBERS + head
     if is_key:
@@ -115,7 +73,7 @@ def convolve(
         tl.store(numbers, beta, mask=live_token)
         rate = tl.exp(tl.load(decay_ptr + value_head))
         step = tl.load(gates + VALUE_HEADS, mask=live_token, other=0.0).to(tl.float32)
-        step = _softplus(step + tl.load(bias_ptr + value_head))
+        step = softplus(step + tl.load(bias_ptr + value_head))
         tl.store(numbers + VALUE_HEADS, tl.exp(-rate * step), mask=live_token)
 
 
@@ -168,7 +126,9 @@ def recur(
 
     first = tl.load(row_start_ptr + row)
     last = tl.load(row_start_ptr + row + 1)
-    source = tl.load(source_ptr + first, mask=first < last, other=-1)
+    if first == last:  # as of most rows of a captured step with a prompt
+        return
+    source = tl.load(source_ptr + first)
     is_kept = (keys < tl.where(source >= 0, KEY_DIM, 0))[:, None] & live_column[None, :]
     matrix = tl.load(matrices_ptr + source.to(tl.int64) * STATE + place, mask=is_kept, other=0.0)
     begin = tl.load(begin_ptr + first)
@@ -179,8 +139,8 @@ def recur(
         KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
     )  # fmt: skip
     for segment in range(first, last):
-        stop = tl.load(begin_ptr + segment + 1)
-        for token in range(begin, stop):
+        # Triton 3.6 would lose the value of a variable that an iteration sets for the range of the next one.
+        for token in range(tl.load(begin_ptr + segment), tl.load(begin_ptr + segment + 1)):
             next_q, next_k, next_v, next_of_query, next_of_key, next_beta, next_decay = _token(
                 convolved_ptr, numbers_ptr, token + 1, token + 1 < end, key_head, value_head, keys, columns,
                 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
@@ -197,7 +157,6 @@ def recur(
             of_query, of_key, beta, decay = next_of_query, next_of_key, next_beta, next_decay
         target = tl.load(target_ptr + segment)
         tl.store(matrices_ptr + target.to(tl.int64) * STATE + place, matrix, mask=live)
-        begin = stop
 
 
 @triton.jit
@@ -222,33 +181,6 @@ def _normalize(
     tl.store(read_ptr + at, (x * activated(gate, "silu")).to(DTYPE), mask=live)
 
 
-@triton.jit
-def _keep(
-    qkvz_ptr, windows_ptr, row_start_ptr, begin_ptr, source_ptr, target_ptr, row, part,
-    ROW: tl.constexpr, CHANNELS: tl.constexpr, BEFORE: tl.constexpr, BEFORE_P: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Write TILE channels of the windows of a row's targets."""
-    channel = part * TILE + tl.arange(0, TILE)
-    j = tl.arange(0, BEFORE_P)
-    live = (j < BEFORE)[:, None] & (channel < CHANNELS)[None, :]
-    for segment in range(tl.load(row_start_ptr + row), tl.load(row_start_ptr + row + 1)):
-        begin = tl.load(begin_ptr + segment)
-        tokens = tl.load(begin_ptr + segment + 1) - begin
-        source = tl.load(source_ptr + segment)
-        target = tl.load(target_ptr + segment)
-        place = tokens + j  # in the segment's line: the window, then its tokens
-        is_here = live & (place >= BEFORE)[:, None]
-        at = (begin + place - BEFORE).to(tl.int64) * ROW
-        x = tl.load(qkvz_ptr + at[:, None] + channel[None, :], mask=is_here, other=0.0)
-        is_kept = live & (place < tl.where(source >= 0, BEFORE, 0))[:, None]
-        at = (source.to(tl.int64) * BEFORE + place) * CHANNELS
-        kept = tl.load(windows_ptr + at[:, None] + channel[None, :], mask=is_kept, other=0.0)
-        tl.debug_barrier()  # all threads have loaded before one of them overwrites the source
-        at = (target.to(tl.int64) * BEFORE + j) * CHANNELS
-        tl.store(windows_ptr + at[:, None] + channel[None, :], tl.where(is_here, x, kept), mask=live)
-        tl.debug_barrier()  # and all have stored before the next segment reads it
-
-
 @triton.jit(do_not_specialize=["pairs", "tiles"], do_not_specialize_on_alignment=SEGMENTS)
 def finish(
     read_ptr, qkvz_ptr, weight_ptr, windows_ptr, row_start_ptr, begin_ptr, source_ptr, target_ptr, pairs, tiles, eps,
@@ -271,8 +203,8 @@ def finish(
             read_ptr, qkvz_ptr, weight_ptr, program, pairs, eps, VALUE_HEADS, VALUE_DIM, VALUE_P, PAIRS, CHANNELS
         )  # fmt: skip
     else:
-        _keep(
+        write_windows(
             qkvz_ptr, windows_ptr, row_start_ptr, begin_ptr, source_ptr, target_ptr,
             (program - tiles) // PARTS, (program - tiles) % PARTS,
-            CHANNELS + VALUE_HEADS * VALUE_DIM, CHANNELS, BEFORE, BEFORE_P, TILE,
+            CHANNELS + VALUE_HEADS * VALUE_DIM, CHANNELS, 0, BEFORE, BEFORE_P, TILE,
         )  # fmt: skip

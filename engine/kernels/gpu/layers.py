@@ -1,4 +1,4 @@
-"""Triton kernels of a decoder layer beside its products and attention: norms with the residual add, and the gate.
+"""Triton kernels of a decoder layer beside its products and attention: norms with the residual add, and gates.
 
 A program computes one row, or a part of one, in float32. The order of a row's sum depends only on its size, so a row
 has the same bits in any batch.
@@ -87,3 +87,28 @@ def gate(
     up = tl.load(gate_at + INNER, mask=live, other=0.0).to(tl.float32)
     result = activations.gated(x, up, ACTIVATION, LIMIT, ALPHA)
     tl.store(out_ptr + row * INNER + i, result.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def gate_heads(
+    seen_ptr, qkv_ptr, qkv_token,
+    NUMBERS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Multiply TILE numbers of what a token's heads have seen by the sigmoids of their gates, in place.
+
+    seen: [tokens, NUMBERS], contiguous; a head has DIM of them. qkv: as in storing.rotate_store with GATED, of which a
+    token has `qkv_token` numbers. Sigmoid and product are rounded, as in torch. DEPENDENT as in skinny.multiply.
+    """
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    DTYPE: tl.constexpr = seen_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    live = i < NUMBERS
+    gate_at = qkv_ptr + token * qkv_token + (i // DIM * (2 * DIM) + DIM + i % DIM)
+    x = tl.load(gate_at, mask=live, other=0.0).to(tl.float32)
+    factor = (1.0 / (1.0 + tl.exp(-x))).to(DTYPE).to(tl.float32)
+    seen_at = seen_ptr + token * NUMBERS + i
+    seen = tl.load(seen_at, mask=live, other=0.0).to(tl.float32)
+    tl.store(seen_at, (seen * factor).to(DTYPE), mask=live)

@@ -128,19 +128,20 @@ def rotate_store(
     qkv_ptr, q_weight_ptr, k_weight_ptr, positions_ptr, angles_ptr, q_scales_ptr, slots_ptr, cache_ptr, scales_ptr, eps,
     qkv_token, cache_block, cache_head, scales_block, scales_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_P: tl.constexpr, HALF_P: tl.constexpr,
-    BLOCK: tl.constexpr, OWN: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, NORM_VALUES: tl.constexpr,
-    TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE_TURN: tl.constexpr, PERIOD: tl.constexpr,
-    SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, GATED: tl.constexpr, OWN: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr,
+    NORM_VALUES: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE_TURN: tl.constexpr,
+    PERIOD: tl.constexpr, SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalize and rotate one token's heads of one KV head: queries in place, key and value to the cache.
 
-    qkv: [tokens, (HEADS + OWN * KV_HEADS) * DIM]. OWN: 2: keys and values; 1: keys, which are the values as well before
-    they are normalized and rotated; 0: none, so that nothing is stored. q_weight, k_weight: [DIM], used with NORM; WIDE
-    as in `_normalized`. With NORM_VALUES a value is divided by its root mean square. The first TURNED numbers of a head
-    are rotated, 0: none: number i with i + TURNED / 2, if INTERLEAVED 2 * i with 2 * i + 1; WIDE_TURN as WIDE of
-    `_rotated`. positions: [tokens] int64. angles: [positions, 2, TURNED / 2] float32, cosines and sines. With PERIOD
-    queries are then multiplied by q_scales[position // PERIOD]. slots, cache and scales as in `store`. GROUP_P >=
-    HEADS / KV_HEADS and HALF_P >= DIM / 2 are powers of two. DEPENDENT as in skinny.multiply.
+    qkv: [tokens, (HEADS + OWN * KV_HEADS) * DIM]; if GATED each query is followed by a gate of the same size, which
+    stays as it is. OWN: 2: keys and values; 1: keys, which are the values as well before they are normalized and
+    rotated; 0: none, so that nothing is stored. q_weight, k_weight: [DIM], used with NORM; WIDE as in `_normalized`.
+    With NORM_VALUES a value is divided by its root mean square. The first TURNED numbers of a head are rotated, 0:
+    none: number i with i + TURNED / 2, if INTERLEAVED 2 * i with 2 * i + 1; WIDE_TURN as WIDE of `_rotated`. positions:
+    [tokens] int64. angles: [positions, 2, TURNED / 2] float32, cosines and sines. With PERIOD queries are then
+    multiplied by q_scales[position // PERIOD]. slots, cache and scales as in `store`. GROUP_P >= HEADS / KV_HEADS and
+    HALF_P >= DIM / 2 are powers of two. DEPENDENT as in skinny.multiply.
 
     The numbers of a head keep their order, also in the cache. decoder_layer.py separates alternating ones, which gives
     the same scores; no cache has keys of both.
@@ -149,6 +150,7 @@ def rotate_store(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = DIM // 2
     PAIRS: tl.constexpr = TURNED // 2
+    QUERY: tl.constexpr = 2 * DIM if GATED else DIM
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     i = tl.arange(0, HALF_P)
@@ -180,7 +182,7 @@ def rotate_store(
     if NORM or TURNED:
         group = tl.arange(0, GROUP_P)[:, None]
         mask = (group < GROUP) & live[None, :]
-        q_at = line + (kv_head * GROUP + group) * DIM
+        q_at = line + (kv_head * GROUP + group) * QUERY
         a = tl.load(q_at + a_place[None, :], mask=mask, other=0.0).to(tl.float32)
         b = tl.load(q_at + b_place[None, :], mask=mask, other=0.0).to(tl.float32)
         if NORM:
@@ -197,7 +199,7 @@ def rotate_store(
         block = slot // BLOCK
         offset = slot % BLOCK
         one = live[None, :]
-        k_at = line + (HEADS + kv_head) * DIM
+        k_at = line + HEADS * QUERY + kv_head * DIM
         c = tl.load(k_at + a_place[None, :], mask=one, other=0.0).to(tl.float32)
         d = tl.load(k_at + b_place[None, :], mask=one, other=0.0).to(tl.float32)
         if NORM:
