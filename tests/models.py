@@ -135,6 +135,7 @@ QWEN3_5_MOE = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 32,
 }
+QWEN3_NEXT_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 QWEN_EYE = {
     "depth": 1,
     "hidden_size": 32,
@@ -478,6 +479,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {**BASE, **GRANITE_4, **GRANITE_4_MOE, "position_embedding_type": None},
     ),
+    "qwen3_next": (
+        "qwen3_next",
+        {**BASE, **QWEN3_5, **QWEN3_5_MOE, "rope_parameters": QWEN3_NEXT_ROPE},
+    ),
+    "qwen3_next-listed": (
+        "qwen3_next",
+        {
+            **BASE,
+            **QWEN3_5,
+            **QWEN3_5_MOE,
+            "rope_parameters": QWEN3_NEXT_ROPE,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_value_heads": 6,
+            "linear_value_head_dim": 8,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 NATIVE = [name for name, (kind, _) in MODELS.items() if kind in MODEL_TYPES]
 PARTS = (
@@ -516,6 +537,8 @@ FLOAT32_ONLY = (
     "qwen3_5_moe",
     "granitemoehybrid-experts",
     "granitemoehybrid-nope",
+    "qwen3_next",
+    "qwen3_next-listed",
 )  # transformers' grouped products of experts refuse float64
 
 

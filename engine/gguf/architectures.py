@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..bounds import MAX_SIZE
 from ..types import ModelError
-from . import gemma, state_layers
+from . import gemma, granite, state_layers
 from .keys import Keys, windows_of
 from .scaling import LOG_MULTIPLIER, LONG_FACTORS, SHORT_FACTORS
 from .state_layers import check_sigmoids
@@ -83,6 +83,7 @@ PARAMETERS = {
     "ssm_dt.bias": "linear_attn.dt_bias",
 }
 NEGATIVE_EXPONENTIALS = {"ssm_a"}  # of which files have -exp(x)
+FLAT = {"ssm_a", "ssm_d", "ssm_norm"}  # vectors that files of Mamba2 have as matrices
 SINGLE_ROWS = {"ffn_gate_inp_shexp"}  # matrices of one row, which some files have as vectors
 NORMS_AROUND = {"ffn_norm": "pre_feedforward_layernorm"}  # there is one after attention, too
 
@@ -98,6 +99,7 @@ class Architecture(NamedTuple):
     model_type: str
     settings: Callable[[Keys, dict[str, Any]], dict[str, Any]] = _no_settings  # more keys of config.json
     names: Mapping[str, str] = LAYER_NAMES  # of a layer's tensors
+    parameters: Mapping[str, str] = PARAMETERS  # of those with other endings, see PARAMETERS
     # llama.cpp rotates neighbouring elements for these, so the rows of each head's queries and keys are interleaved.
     is_interleaved: bool = False
     norm_shift: float = 0.0  # added to the weights of norms
@@ -196,23 +198,6 @@ def _cohere2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     return {"logit_scale": keys.number("logit_scale"), **_three_of_four(keys, config)}
 
 
-def _granite(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "attention_multiplier": keys.number("attention.scale", 0) or config["head_dim"] ** -0.5,
-        "embedding_multiplier": keys.number("embedding_scale", 1.0),
-        "residual_multiplier": keys.number("residual_scale", 1.0),
-        "logits_scaling": keys.number("logit_scale", 1.0),
-    }
-
-
-def _granitemoe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **_granite(keys, config),
-        "num_local_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
-    }
-
-
 def _three_of_four(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of windows that all layers but every fourth have if the file does not say which; empty: none."""
     layers, window = config["num_hidden_layers"], keys.number("attention.sliding_window", 0)
@@ -302,6 +287,19 @@ ARCHITECTURES = {
         rotates_partly=True,
         has_experts=True,
     ),
+    "qwen3next": Architecture(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        state_layers.qwen3next,
+        names=LAYER_NAMES
+        | state_layers.GROUPED_ATTENTION
+        | QWEN_EXPERTS
+        | SHARED_EXPERT
+        | {"ffn_gate_inp": "mlp.gate"},
+        norm_shift=1.0,
+        rotates_partly=True,
+        has_experts=True,
+    ),
     "lfm2": Architecture(
         "Lfm2ForCausalLM",
         "lfm2",
@@ -362,14 +360,28 @@ ARCHITECTURES = {
         "Phi3ForCausalLM", "phi3", _phi3, names=LAYER_NAMES | {"ffn_up": "mlp.gate_up_proj"}, rotates_partly=True
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", _smollm3, is_interleaved=True),
-    "granite": Architecture("GraniteForCausalLM", "granite", _granite, is_interleaved=True),
+    "granite": Architecture("GraniteForCausalLM", "granite", granite.granite, is_interleaved=True),
     "granitemoe": Architecture(
         "GraniteMoeGguf",
         "granitemoe",
-        _granitemoe,
+        granite.granitemoe,
         names=LAYER_NAMES | MIXTRAL_EXPERTS | {"ffn_gate_inp": "block_sparse_moe.gate"},
         is_interleaved=True,
         has_experts=True,
+    ),
+    "granitehybrid": Architecture(
+        "GraniteHybridGguf",
+        "granitemoehybrid",
+        granite.granitehybrid,
+        names=LAYER_NAMES
+        | granite.MAMBA
+        | MIXTRAL_EXPERTS
+        | SHARED_EXPERTS
+        | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        parameters=PARAMETERS | granite.MAMBA_PARAMETERS,
+        is_interleaved=True,
+        has_experts=True,
+        layers_differ=True,
     ),
     "exaone4": Architecture("Exaone4ForCausalLM", "exaone4", _exaone4),
     "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", _olmo),

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from ..files import LIST_BYTES, read_file
+from ..grouped_rows import Rows
 from ..kernels.blocks import PIECE_NUMBERS
 from ..kernels.matmul import BlockRows, Parts
 from ..models.gpu_coded import CodedRows
@@ -39,6 +40,7 @@ class _Listed(Struct):
     interleaved: Annotated[int, Meta(ge=0)]
     shift: float
     is_negative_exponential: bool
+    rows: tuple[tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,18 @@ class BlockEntry(Entry):
     interleaved: int  # rows of a head, if the halves of each are interleaved; else 0
     shift: float  # added to its numbers
     is_negative_exponential: bool  # of x there is -exp(x)
+    rows: Rows  # of the stored tensor those that it has; empty: all
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row; a vector's numbers are its rows."""
+        return self.num_bytes // max(1, self.shape[0])
+
+    @property
+    def end(self) -> int:
+        """The end of its last row in the file."""
+        last = max((first + count for first, count in self.rows), default=0)
+        return self.offset + (last * self.row_bytes if self.rows else self.num_bytes)
 
 
 class GgufCheckpoint(Checkpoint):
@@ -76,13 +90,14 @@ class GgufCheckpoint(Checkpoint):
                 each.interleaved,
                 each.shift,
                 each.is_negative_exponential,
+                each.rows,
             )
             for name, each in listed.items()
         }
         files = sorted({entry.file for entry in self.entries.values()})
         self._mapped = {file: _map(file) for file in files}
         for name, entry in self.entries.items():
-            if entry.offset + entry.num_bytes > len(self._mapped[entry.file]):
+            if entry.end > len(self._mapped[entry.file]):
                 raise ModelError(f"{entry.file} is cut short: the tensor {name} ends beyond it; download it again")
         self._headers = [(file.name, len(self._mapped[file]), data) for file in files]
 
@@ -112,7 +127,9 @@ class GgufCheckpoint(Checkpoint):
         if any(TYPES[entry.type].name in PLAIN for entry in entries):
             return []
         return [
-            BlockRows(torch.from_numpy(self._rows(entry)), entry.shape, entry.type, dtype, entry.interleaved)
+            BlockRows(
+                torch.from_numpy(self._rows(entry)), entry.shape, entry.type, dtype, entry.interleaved, not entry.rows
+            )
             for entry in entries
         ]
 
@@ -132,9 +149,12 @@ class GgufCheckpoint(Checkpoint):
         self._mapped.clear()
 
     def _rows(self, entry: BlockEntry) -> np.ndarray:
-        """Return the bytes of a tensor, [rows, bytes of a row]; a vector's numbers are its rows."""
-        data = self._mapped[entry.file][entry.offset : entry.offset + entry.num_bytes]
-        return data.reshape(entry.shape[0], -1)
+        """Return the bytes of a tensor, [rows, bytes of a row]: mapped, or a copy of rows that are not contiguous."""
+        data = self._mapped[entry.file][entry.offset : entry.end]
+        if not entry.rows:
+            return data.reshape(entry.shape[0], -1)
+        stored = data.reshape(-1, entry.row_bytes)
+        return np.concatenate([stored[first : first + count] for first, count in entry.rows])
 
 
 def _map(file: Path) -> np.ndarray:

@@ -10,12 +10,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..bounds import MAX_HEADS, MAX_LAYERS, MAX_SIZE
+from ..grouped_rows import Rows, count_of, grouped_rows
 from ..types import ModelError
 from .architectures import (
+    FLAT,
     LOOKED_UP,
     NAMES,
     NEGATIVE_EXPONENTIALS,
-    PARAMETERS,
     SINGLE_ROWS,
     architecture_of,
     is_norm,
@@ -36,6 +37,7 @@ class Stored(NamedTuple):
     interleaved: int  # rows of a head, if the halves of each are interleaved; else 0
     shift: float  # added to its numbers
     is_negative_exponential: bool = False  # of x there is -exp(x)
+    rows: Rows = ()  # of the stored tensor those that it has; empty: all
 
 
 def config_of(model: Model) -> dict[str, Any]:
@@ -99,15 +101,17 @@ def config_of(model: Model) -> dict[str, Any]:
 
 def checkpoint_names(model: Model) -> dict[str, Stored]:
     """Return each tensor by its name in a safetensors checkpoint."""
-    architecture, head_dim = architecture_of(Keys(model)), config_of(model)["head_dim"]
-    named = {}
-    for name, tensor in model.tensors.items():
+    architecture, config = architecture_of(Keys(model)), config_of(model)
+    head_dim, grouped, named = config["head_dim"], _grouped(config), {}
+    for name, in_file in model.tensors.items():
         if name in LISTS:
             continue
+        found = LAYER.fullmatch(name)
+        is_flat = found is not None and found[2].removesuffix(".weight") in FLAT
+        tensor = replace(in_file, shape=(prod(in_file.shape),)) if is_flat else in_file
         if len(tensor.shape) == 1 and (kind := TYPES[tensor.type].name) not in PLAIN:
             raise ModelError(f"the GGUF file's vector {name[:64]} is in {kind}, which is not supported")
-        found = LAYER.fullmatch(name)
-        if found is not None and (parameter := PARAMETERS.get(found[2])):
+        if found is not None and (parameter := architecture.parameters.get(found[2])):
             named[f"model.layers.{found[1]}.{parameter}"] = Stored(tensor, 0, 0.0, found[2] in NEGATIVE_EXPONENTIALS)
             continue
         own, _, kind = name.rpartition(".")
@@ -119,10 +123,36 @@ def checkpoint_names(model: Model) -> dict[str, Stored]:
         shaped = replace(tensor, shape=_shape(in_layer, tensor.shape)) if kind == "weight" else tensor
         of_heads = in_layer in ("attn_q", "attn_k")
         interleaved = head_dim if of_heads and architecture.is_interleaved else 0
+        module, _, last = own.rpartition(".")
+        if last in grouped:
+            divided = _ungrouped(name, tensor, grouped[last])
+            named |= {f"{module}.{each}.{kind}": stored for each, stored in divided.items()}
+            continue
         shift = architecture.norm_shift if is_norm(name) else 0.0
         for own_name, part in _experts(own, shaped) if "{}" in own else [(own, shaped)]:
             named[f"{own_name}.{kind}"] = Stored(part, interleaved, shift)
     return named
+
+
+def _grouped(config: Mapping[str, Any]) -> dict[str, dict[str, Rows]]:
+    """Return the tensors whose rows are grouped, see grouped_rows: those of Qwen3-Next, whose heads are not tiled."""
+    if config.get("linear_value_heads_tiled", True):
+        return {}
+    sizes = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
+    return grouped_rows(*(config[f"linear_{size}"] for size in sizes))
+
+
+def _ungrouped(name: str, tensor: TensorInfo, parts: Mapping[str, Rows]) -> dict[str, Stored]:
+    """Return the tensors that one with grouped rows holds."""
+    total = sum(map(count_of, parts.values()))
+    if not tensor.shape or tensor.shape[0] != total:
+        raise ModelError(f"the GGUF file's {name[:64]} has the shape {list(tensor.shape)}, not {total} rows")
+    size, divided = tensor.num_bytes // total, {}
+    for own, rows in parts.items():
+        count = count_of(rows)
+        part = replace(tensor, shape=(count, *tensor.shape[1:]), num_bytes=count * size)
+        divided[own] = Stored(part, 0, 0.0, rows=rows)
+    return divided
 
 
 def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from .config import checkpoint_names, config_of
 from .reader import PART, files_of, read
 from .tokenizer import Vocabulary
 
-FORMAT = 6  # of the folders; another number makes new ones
+FORMAT = 7  # of the folders; another number makes new ones
 TENSORS = "tensors.json"
 
 
@@ -97,8 +97,9 @@ def _files(path: Path) -> dict[str, Any]:
             "interleaved": interleaved,
             "shift": shift,
             "is_negative_exponential": is_negative_exponential,
+            "rows": rows,
         }
-        for name, (tensor, interleaved, shift, is_negative_exponential) in checkpoint_names(model).items()
+        for name, (tensor, interleaved, shift, is_negative_exponential, rows) in checkpoint_names(model).items()
     }
     return {"config.json": config_of(model), **Vocabulary(model.metadata).files(), TENSORS: tensors}
 

@@ -1,4 +1,4 @@
-"""Models with layers that keep states in GGUF files: Qwen3.5 and LFM2."""
+"""Models with layers that keep states in GGUF files: Qwen3-Next, Qwen3.5 and LFM2."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ LINEAR_ATTENTION = {
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
+}
+GROUPED_ATTENTION = LINEAR_ATTENTION | {  # of Qwen3-Next
+    "ssm_in": "linear_attn.in_proj_qkvz",  # in older files, in place of attn_qkv and attn_gate
+    "ssm_ba": "linear_attn.in_proj_ba",
 }
 SHORT_CONVOLUTIONS = {
     "shortconv.conv": "conv.conv",
@@ -57,6 +61,15 @@ def qwen35moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         "moe_intermediate_size": keys.number("expert_feed_forward_length"),
         "shared_expert_intermediate_size": keys.number("expert_shared_feed_forward_length"),
     }
+
+
+def qwen3next(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    key_heads, name = keys.whole("ssm.group_count", MAX_HEADS), keys.architecture
+    keys.whole("ssm.state_size", MAX_SIZE)
+    found = qwen35moe(keys, config)
+    if found["linear_num_value_heads"] % key_heads:
+        raise ModelError(f"the GGUF file's {name}.ssm.time_step_rank is no multiple of {key_heads}")
+    return {**found, "linear_value_heads_tiled": False, "norm_topk_prob": True}
 
 
 def lfm2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:

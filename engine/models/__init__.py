@@ -14,6 +14,7 @@ from ..gguf import folder as gguf
 from ..kernels.library import Choice
 from ..quantized.config import parse
 from ..types import ConfigError, EngineError, ModelError
+from . import mixer_shapes
 from .architectures import architecture, native_architecture
 from .dummy import DummyWeights
 from .families import FAMILIES
@@ -21,6 +22,7 @@ from .fitting import fit, product
 from .forward import Forward, Outputs
 from .model import Model, Progress
 from .multimodal import text_part
+from .regrouped import regroup
 from .spec import ModelSpec, read_config, read_spec, with_dtype
 from .stacked import StackedCheckpoint
 from .weights import Checkpoint
@@ -62,7 +64,9 @@ def _checkpoint(folder: Path, source: dict[str, Any]) -> Checkpoint:
     if family is not None and family.experts is not None and family.experts.stacking is not None:
         return StackedCheckpoint(folder, family.experts, text.get("hidden_size"))
     checkpoint = Checkpoint(folder)
-    if family is not None:
+    if family is not None and family.regroups:
+        regroup(checkpoint, mixer_shapes.linear(text), family.renames)
+    elif family is not None:
         checkpoint.rename(family.renames)
     return checkpoint
 

@@ -17,8 +17,15 @@ from .family import (
     ScaleKeys,
     Stacking,
 )
+from .state_families import (
+    GRANITE_EXPERTS,
+    GRANITE_SCALES,
+    MIXTRAL_NAMES,
+    SHARED_EXPERT,
+    SHARED_EXPERTS,
+    STATE_FAMILIES,
+)
 
-SHARED_EXPERT = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
 FAMILIES = {
     "LlamaForCausalLM": Family(mlp_bias=True),
     "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, kv_heads=8, max_positions=131072, window=4096),
@@ -100,12 +107,7 @@ FAMILIES = {
     ),
     "GraniteForCausalLM": Family(
         mlp_bias=True,
-        scales=ScaleKeys(
-            scores=ScaleKey("attention_multiplier", 1.0),
-            embedding=ScaleKey("embedding_multiplier", 1.0),
-            residual=ScaleKey("residual_multiplier", 1.0),
-            logits=ScaleKey("logits_scaling", 1.0, -1.0),
-        ),
+        scales=GRANITE_SCALES,
     ),
     "Gemma2ForCausalLM": Family(
         head_dim=256,
@@ -206,12 +208,7 @@ FAMILIES = {
         window=0,
         norm_eps=1e-5,
         experts=ExpertKeys(
-            (
-                "block_sparse_moe.gate",
-                "block_sparse_moe.experts.{}.w1",
-                "block_sparse_moe.experts.{}.w3",
-                "block_sparse_moe.experts.{}.w2",
-            ),
+            MIXTRAL_NAMES,
             inner="intermediate_size",
             is_normalized=True,
         ),
@@ -291,7 +288,7 @@ FAMILIES = {
             ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
             normalizes=True,
             has_sigmoids=True,
-            shared=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
+            shared=SHARED_EXPERTS,
             first_dense=1,
         ),
     ),
@@ -347,94 +344,12 @@ FAMILIES["GptOssGguf"] = replace(
         clamp=True,
     ),
 )
-GRANITE_EXPERTS = ExpertKeys(
-    ("block_sparse_moe.router.layer", "block_sparse_moe.{}.input_linear", "", "block_sparse_moe.{}.output_linear"),
-    stacking=Stacking(),
-    inner="intermediate_size",
-    is_normalized=True,
-)
 FAMILIES["GraniteMoeForCausalLM"] = replace(
     FAMILIES["GraniteForCausalLM"],
     mlp_bias=False,
     experts=GRANITE_EXPERTS,
 )
-# Granite 4.0: with and without Mamba layers, and experts beside the MLP.
-SHARED_MLP = ("shared_mlp.input_linear", "", "shared_mlp.output_linear")
-FAMILIES["GraniteMoeHybridForCausalLM"] = replace(
-    FAMILIES["GraniteMoeForCausalLM"],
-    mlp=SHARED_MLP,
-    inner="shared_intermediate_size",
-    rotating="named",
-    mixer="mamba",
-    experts=GRANITE_EXPERTS._replace(
-        enabled="num_local_experts", shared=SHARED_MLP, shared_inner="shared_intermediate_size"
-    ),
-)
 # Granite MoE in GGUF files, which have the tensors of Mixtral.
 FAMILIES["GraniteMoeGguf"] = replace(FAMILIES["GraniteMoeForCausalLM"], experts=FAMILIES["MixtralForCausalLM"].experts)
-# Qwen3.5 is the first family with linear attention. Its norms are those of Gemma.
-FAMILIES["Qwen3_5ForCausalLM"] = Family(
-    qkv_bias=None,
-    qk_norm="head",
-    head_dim=256,
-    kv_heads=4,
-    max_positions=32768,
-    rotated_part=0.25,
-    norm=NormKind(offset=1.0, is_wide=True),
-    gates_attention=True,
-    mixer="linear",
-)
-FAMILIES["Qwen3_5MoeForCausalLM"] = replace(
-    FAMILIES["Qwen3_5ForCausalLM"],
-    kv_heads=2,
-    inner="shared_expert_intermediate_size",  # no layer has an MLP alone
-    experts=ExpertKeys(
-        ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
-        stacking=Stacking(divided="gate_up_proj"),
-        is_normalized=True,
-        shared=SHARED_EXPERT,
-        shared_inner="shared_expert_intermediate_size",
-        shared_gate="mlp.shared_expert_gate",
-    ),
-)
-LFM2_NAMES = (
-    (".operator_norm.", ".input_layernorm."),
-    (".ffn_norm.", ".post_attention_layernorm."),
-    (".embedding_norm.", ".norm."),
-    (".self_attn.out_proj.", ".self_attn.o_proj."),
-    (".self_attn.q_layernorm.", ".self_attn.q_norm."),
-    (".self_attn.k_layernorm.", ".self_attn.k_norm."),
-    (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),
-    (".feed_forward.", ".mlp."),
-    (".w1.", ".gate_proj."),
-    (".w2.", ".down_proj."),
-    (".w3.", ".up_proj."),
-)
-FAMILIES["Lfm2ForCausalLM"] = Family(
-    qkv_bias=False,
-    output_bias=False,
-    kv_heads=8,
-    max_positions=128000,
-    norm_eps=1e-5,
-    eps_key="norm_eps",
-    qk_norm="head",
-    tied=True,
-    tied_key="tie_embedding",
-    theta=1_000_000.0,
-    adjusts_inner=True,
-    renames=LFM2_NAMES,
-    mixer="conv",
-)
-FAMILIES["Lfm2MoeForCausalLM"] = replace(
-    FAMILIES["Lfm2ForCausalLM"],
-    adjusts_inner=False,
-    only=(("use_expert_bias", True),),
-    experts=ExpertKeys(
-        ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
-        normalizes=True,
-        epsilon=1e-6,
-        has_sigmoids=True,
-        first_dense=2,
-        first_dense_key="num_dense_layers",
-    ),
-)
+# Families with layers that keep states.
+FAMILIES |= STATE_FAMILIES

@@ -113,6 +113,7 @@ class Family:
     inner: str = "intermediate_size"
     adjusts_inner: bool = False  # the keys by which LFM2 computes that size from another are read
     renames: tuple[tuple[str, str], ...] = ()  # parts of tensors' names in checkpoints, and what Llama has for them
+    regroups: bool = False  # checkpoints have the rows before linear attention in another order, see regrouped.py
     joins_qkv: bool = False  # Q, K and V are one tensor in checkpoints
     # Half of each query head's rows are its gate: what the head attends to is multiplied by the sigmoid of that.
     gates_attention: bool = False

@@ -38,7 +38,7 @@ def read(source: Mapping[str, Any], family: Family, plain: LayerShape, num_layer
         raise ModelError("config.json: layer_types names no layer with attention")
     if kind not in kinds:
         return (plain,) * num_layers
-    readers: dict[str, Callable[[Mapping[str, Any]], MixerShape]] = {"linear": _linear, "conv": _conv, "mamba": _mamba}
+    readers: dict[str, Callable[[Mapping[str, Any]], MixerShape]] = {"linear": linear, "conv": _conv, "mamba": _mamba}
     other = plain._replace(mixer=readers[family.mixer](source))
     return tuple(other if each == kind else plain for each in kinds)
 
@@ -62,7 +62,7 @@ def _by_index(source: Mapping[str, Any], num_layers: int) -> list[str]:
     return ["full_attention" if layer in listed else "conv" for layer in range(num_layers)]
 
 
-def _linear(source: Mapping[str, Any]) -> LinearShape:
+def linear(source: Mapping[str, Any]) -> LinearShape:
     """Return the sizes of layers of linear attention."""
     key_heads = whole(source, "linear_num_key_heads", 16, maximum=MAX_HEADS)
     value_heads = whole(source, "linear_num_value_heads", 32, maximum=MAX_HEADS)

@@ -28,7 +28,7 @@ from .gpu_form import ROUNDED, Form
 from .gpu_weights import PIECE_NUMBERS
 from .keys import count_of, number, whole
 from .precision import head_bits, is_grouped, rounded_shapes
-from .states import LinearShape, MixerShape
+from .states import MixerShape
 from .weights import Checkpoint, original
 
 DTYPES = {
@@ -199,11 +199,6 @@ class ModelSpec:
         """What the layers without attention have in its place."""
         shapes = () if self.decoder is None else self.decoder.shapes
         return [shape.mixer for shape in shapes if shape.mixer is not None]
-
-    @property
-    def linear(self) -> list[LinearShape]:
-        """The mixers that are linear attention."""
-        return [mixer for mixer in self.mixers if isinstance(mixer, LinearShape)]
 
     @property
     def state_bytes(self) -> int:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Annotated
@@ -77,6 +78,11 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def pieces(self) -> tuple[Entry, ...]:
+        """Its contiguous parts, in the order of its rows."""
+        return (self,)
+
 
 class Checkpoint:
     """The tensors of a model folder, by name. The constructor only reads and checks the headers. Raises ModelError."""
@@ -106,9 +112,10 @@ class Checkpoint:
         digest = hashlib.sha256()
         for name, size, header in self._headers:
             digest.update(f"{name} {size} ".encode() + header)
-        for file, entries in self._by_file(self.entries).items():
+        own = sorted((piece for entry in self.entries.values() for piece in entry.pieces), key=_place)
+        for file, entries in groupby(own, key=lambda piece: piece.file):
             with file.open("rb") as stream:
-                for _, entry in entries:
+                for entry in entries:
                     for start in {0, max(0, entry.num_bytes - SAMPLE_BYTES)}:
                         stream.seek(entry.offset + start)
                         digest.update(stream.read(min(SAMPLE_BYTES, entry.num_bytes)))
@@ -156,15 +163,13 @@ class Checkpoint:
         the size of each piece in bytes. Files stay open until `close`."""
         uploads: dict[torch.device, list[Piece]] = {}
         with self.reading():
-            for file, entries in self._by_file({name: self.entries[name] for name in targets}).items():
-                descriptor = self._descriptor(file)
-                for name, entry in entries:
-                    target = targets[name].view(-1)
-                    if target.dtype == entry.dtype and target.device.type == "cpu":
-                        read_into(descriptor, entry, target, progress)
-                    else:
-                        work = pieces(descriptor, entry.offset, entry.dtype, target)
-                        uploads.setdefault(target.device, []).extend(work)
+            for entry, target in self._in_order(targets):
+                descriptor = self._descriptor(entry.file)
+                if target.dtype == entry.dtype and target.device.type == "cpu":
+                    read_into(descriptor, entry, target, progress)
+                else:
+                    work = pieces(descriptor, entry.offset, entry.dtype, target)
+                    uploads.setdefault(target.device, []).extend(work)
             for device, work in uploads.items():
                 if device not in self._uploads:
                     self._uploads[device] = Upload(device)
@@ -185,7 +190,11 @@ class Checkpoint:
         entries = [self.entries[name] for name in names]
         if any(entry.dtype != dtype for entry in entries):
             return []
-        return [Stored(self._descriptor(entry.file), entry.offset, entry.shape, dtype) for entry in entries]
+        return [
+            Stored(self._descriptor(piece.file), piece.offset, piece.shape, dtype)
+            for entry in entries
+            for piece in entry.pieces
+        ]
 
     def coded(self, names: Sequence[str]) -> list[CodedRows]:
         """Return these tensors in forms that a GPU computes with; empty if one has none."""
@@ -270,13 +279,19 @@ class Checkpoint:
         self.entries.update(tensors)
         self._headers.append((path.name, size, header))
 
-    @staticmethod
-    def _by_file(entries: Mapping[str, Entry]) -> dict[Path, list[tuple[str, Entry]]]:
-        """Group the entries by file, in the order of their offsets, so that files are read sequentially."""
-        files: dict[Path, list[tuple[str, Entry]]] = {}
-        for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].offset)):
-            files.setdefault(entry.file, []).append((name, entry))
-        return files
+    def _in_order(self, targets: Mapping[str, Tensor]) -> list[tuple[Entry, Tensor]]:
+        """Return the pieces of tensors and the parts of their targets, each as a vector, so that files are read
+        sequentially."""
+        found: list[tuple[Entry, Tensor]] = []
+        for name, target in targets.items():
+            own = self.entries[name].pieces
+            parts = target.split([piece.shape[0] for piece in own]) if len(own) > 1 else [target]
+            found += [(piece, part.view(-1)) for piece, part in zip(own, parts, strict=True)]
+        return sorted(found, key=lambda part: _place(part[0]))
+
+
+def _place(entry: Entry) -> tuple[Path, int]:
+    return entry.file, entry.offset
 
 
 def original(name: str, renames: Sequence[tuple[str, str]]) -> str:

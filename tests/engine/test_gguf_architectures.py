@@ -67,8 +67,11 @@ ARCHITECTURES = {
     "lfm2": "lfm2",
     "lfm2-bias": "lfm2",
     "lfm2_moe": "lfm2moe",
+    "granitemoehybrid-mamba": "granitehybrid",
+    "granitemoehybrid-experts": "granitehybrid",
+    "qwen3_next": "qwen3next",
 }
-INTERLEAVED = {"llama", "smollm3", "granite", "granitemoe", "mistral3"}
+INTERLEAVED = {"llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3"}
 OWN_NAMES = {  # which the gguf package does not map
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
@@ -147,10 +150,12 @@ def settings_of(model: Any) -> dict[str, Any]:
         found["rope_scaling_type"] = gguf.RopeScalingType.NONE
     if model.model_type.startswith("gemma4"):
         found |= of_gemma4(model)
-    if model.model_type.startswith("qwen3_5"):
+    if model.model_type.startswith(("qwen3_5", "qwen3_next")):
         found |= of_qwen35(model)
     if model.model_type.startswith("lfm2"):
         found |= of_lfm2(model)
+    if model.model_type == "granitemoehybrid":
+        found |= of_granite4(model)
     if model.model_type == "olmo3" or (model.model_type == "exaone4" and model.sliding_window):
         found["sliding_window_pattern"] = [kind == "sliding_attention" for kind in model.layer_types]
     return {key: value for key, value in found.items() if value is not None}
@@ -183,8 +188,9 @@ def of_gemma4(model: Any) -> dict[str, Any]:
 
 
 def of_qwen35(model: Any) -> dict[str, Any]:
-    """Return the same of a Qwen3.5. All layers of one with experts have some, and none has an MLP alone."""
-    has_experts = model.model_type == "qwen3_5_moe_text"
+    """Return the same of a Qwen3.5 or Qwen3-Next. All layers of one with experts have some, and none has an MLP
+    alone."""
+    has_experts, sections = hasattr(model, "num_experts"), model.rope_parameters.get("mrope_section")
     return {
         "feed_forward_length": None if has_experts else model.intermediate_size,
         "ssm_conv_kernel": model.linear_conv_kernel_dim,
@@ -195,7 +201,7 @@ def of_qwen35(model: Any) -> dict[str, Any]:
         "full_attention_interval": 4,  # which the converter writes beside any list
         RECURRENT: [kind == "linear_attention" for kind in model.layer_types],
         "rope_dimension_count": int(model.head_dim * model.rope_parameters["partial_rotary_factor"]),
-        "rope_dimension_sections": [*model.rope_parameters["mrope_section"], 0],
+        "rope_dimension_sections": sections and [*sections, 0],
         "expert_shared_feed_forward_length": getattr(model, "shared_expert_intermediate_size", None),
     }
 
@@ -217,6 +223,38 @@ def of_lfm2(model: Any) -> dict[str, Any]:
         size, multiple = int(model.block_ffn_dim_multiplier * int(2 * size / 3)), model.block_multiple_of
         size = -(-size // multiple) * multiple
     return found | {"feed_forward_length": size}
+
+
+def of_granite4(model: Any) -> dict[str, Any]:
+    """Return the same of a Granite 4.0, whose layers of Mamba have no heads of keys."""
+    has_experts = model.num_local_experts > 0
+    return {
+        "feed_forward_length": model.intermediate_size if has_experts else model.shared_intermediate_size,
+        "expert_shared_feed_forward_length": model.shared_intermediate_size,
+        "expert_used_count": model.num_experts_per_tok if has_experts else None,
+        "head_count_kv": [model.num_key_value_heads if kind == "full_attention" else 0 for kind in model.layer_types],
+        "rope_scaling_finetuned": model.position_embedding_type == "rope",
+        "ssm_conv_kernel": model.mamba_d_conv,
+        "ssm_state_size": model.mamba_d_state,
+        "ssm_group_count": model.mamba_n_groups,
+        "ssm_inner_size": model.mamba_expand * model.hidden_size,
+        "ssm_time_step_rank": model.mamba_n_heads,
+    }
+
+
+def granite4(name: str, numbers: torch.Tensor, model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the parts of a tensor of a Granite 4.0 as files have them."""
+    if ".shared_mlp." in name and not model.num_local_experts:
+        name = name.replace("shared_mlp", "mlp")
+    name = name.replace("shared_mlp", "mlp.shared_experts").replace("output_linear", "down_proj")
+    if "input_linear" in name:
+        halves = zip(("gate_proj", "up_proj"), numbers.chunk(2), strict=True)
+        return [(name.replace("input_linear", half), part) for half, part in halves]
+    if name.endswith((".A_log", ".D")):
+        numbers = (-numbers.exp() if name.endswith(".A_log") else numbers)[:, None]
+    elif name.endswith(".mamba.norm.weight"):
+        numbers = numbers.unflatten(0, (model.mamba_n_groups, -1))
+    return [(name.replace("dt_bias", "dt_proj.bias"), numbers)]
 
 
 def qwen35(name: str, numbers: torch.Tensor, model: Any) -> tuple[str, torch.Tensor]:
@@ -243,6 +281,21 @@ def qwen35(name: str, numbers: torch.Tensor, model: Any) -> tuple[str, torch.Ten
     return name.replace("dt_bias", "dt_proj.bias"), numbers
 
 
+def qwen3next(name: str, numbers: torch.Tensor, model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the parts of a tensor of a Qwen3-Next as files have them."""
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        numbers = numbers + 1
+    elif name.endswith(".A_log"):
+        numbers = -numbers.exp()
+    elif name.endswith("in_proj_qkvz.weight") and not model.is_old:
+        keys, dim = model.linear_num_key_heads, model.linear_key_head_dim
+        values = model.linear_num_value_heads // keys * model.linear_value_head_dim
+        groups = numbers.unflatten(0, (keys, -1)).split([dim, dim, values, values], 1)
+        *qkv, z = (part.flatten(0, 1) for part in groups)
+        return [(name.replace("qkvz", "qkv"), torch.cat(qkv)), (name.replace("qkvz", "z"), z)]
+    return [(name.replace("dt_bias", "dt_proj.bias"), numbers)]
+
+
 def write(
     folder: Path,
     path: Path,
@@ -251,10 +304,11 @@ def write(
     *,
     tensors: dict[str, tuple[int, ...]] | None = None,
     architecture: str = "",
+    is_old: bool = False,
     **changed: Any,
 ) -> Path:
     """Convert the model of a folder as llama.cpp does. `tensors`: names and shapes of more tensors; `architecture`:
-    another name of it."""
+    another name of it; `is_old`: as its first versions did."""
     from transformers import AutoModelForCausalLM
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -295,6 +349,11 @@ def write(
     state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     if architecture in ("qwen35", "qwen35moe"):
         state = dict(qwen35(own, numbers, model) for own, numbers in state.items())
+    if architecture == "qwen3next":
+        model.is_old = is_old
+        state = dict(part for own, numbers in state.items() for part in qwen3next(own, numbers, model))
+    if architecture == "granitehybrid":
+        state = dict(part for own, numbers in state.items() for part in granite4(own, numbers, model))
     for own, numbers in state.items():
         if own == "lm_head.weight" and model.tie_word_embeddings:
             continue
@@ -348,7 +407,7 @@ def parts(name: str, numbers: torch.Tensor, *, alternating: bool) -> list[tuple[
 
 
 def add(writer: gguf.GGUFWriter, name: str, numbers: np.ndarray, kind: Type) -> None:
-    if kind == Type.F32 or numbers.ndim == 1 or name.endswith("bias") or numbers.shape[-1] % 32:
+    if kind == Type.F32 or numbers.ndim == 1 or name.endswith(("bias", "norm.weight")) or numbers.shape[-1] % 32:
         writer.add_tensor(name, np.ascontiguousarray(numbers, dtype=np.float32))
     else:
         writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(numbers), kind), raw_dtype=kind)
@@ -391,6 +450,9 @@ def test_logits_are_those_of_the_model_that_was_converted(tmp_path, name):
         ("qwen3_5_moe_text", Type.Q8_0),
         ("lfm2", Type.Q8_0),
         ("lfm2_moe", Type.Q8_0),
+        ("granitemoehybrid-mamba", Type.Q8_0),
+        ("granitemoehybrid-experts", Type.Q8_0),
+        ("qwen3_next", Type.Q8_0),
     ],
 )
 async def test_blocks_are_computed_with_and_have_the_same_bits_alone_and_together(tmp_path, name, kind):
@@ -453,6 +515,14 @@ def test_the_table_of_the_layers_own_inputs_stays_in_its_blocks(tmp_path, monkey
             "lfm2moe.expert_gating_func must be 2, not 1",
         ),
         ("lfm2_moe", {"leading_dense_block_count": 4}, "leading_dense_block_count is not a whole number from 0 to 3"),
+        ("qwen3_next", {"ssm_group_count": 3}, "ssm.time_step_rank is no multiple of 3"),
+        ("qwen3_next", {"ssm_state_size": 0.5}, "ssm.state_size is not a whole number from 1"),
+        ("qwen3_next", {"ssm_group_count": 1, "ssm_time_step_rank": 2}, "ssm_ba.weight has the shape .8, 64., not 4"),
+        ("granitemoehybrid-mamba", {"head_count_kv": [1, 2, 0]}, "head_count_kv differs among layers that have any"),
+        ("granitemoehybrid-mamba", {"ssm_time_step_rank": 3}, "ssm.inner_size of 128 is not that of 3 heads"),
+        ("granitemoehybrid-mamba", {"ssm_inner_size": 96}, "ssm.inner_size of 96 is no multiple of 64"),
+        ("granitemoehybrid-mamba", {"ssm_state_size": None}, "has no granitehybrid.ssm.state_size"),
+        ("granitemoehybrid-experts", {"expert_used_count": None}, "has no granitehybrid.expert_used_count"),
         ("cohere2", {"logit_scale": None}, "has no cohere2.logit_scale"),
         ("cohere2", {"layer_norm_eps": None}, "has no cohere2.attention.layer_norm_epsilon"),
         ("cohere2", {"sliding_window": 0}, "sliding_window is not a whole number from 1"),
@@ -563,6 +633,19 @@ def test_older_files_of_qwen_3_5_have_an_interval_in_place_of_a_list(tmp_path):
     assert one == other
 
 
+@pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0])
+@needs_library
+def test_older_files_of_qwen3_next_have_one_tensor_in_place_of_two(tmp_path, kind):
+    folder = made("qwen3_next", tmp_path / "model")
+    ids = prompt(40, seed=1)
+    logits = [
+        Bench(load_model(EngineConfig(model=str(path)), fetch(str(path), weights=True).path)).step({0: ids})[0]
+        for is_old in (False, True)
+        for path in [write(folder, tmp_path / f"{is_old}.gguf", "qwen3_next", kind, is_old=is_old)]
+    ]
+    assert torch.equal(*logits)
+
+
 @needs_library
 def test_layers_of_qwen_3_5_that_predict_further_tokens_are_not_read(tmp_path):
     path = write(
@@ -580,7 +663,9 @@ def test_layers_of_qwen_3_5_that_predict_further_tokens_are_not_read(tmp_path):
     assert model.weights_bytes == held(model)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "lfm2_moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_text", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid-mamba", "qwen3_next"]
+)
 @needs_library
 def test_weights_of_layers_with_states_take_the_planned_memory(tmp_path, name):
     path = write(made(name, tmp_path / "model"), tmp_path / "model.gguf", name, Type.Q8_0)
@@ -631,6 +716,24 @@ def test_vectors_in_blocks_get_a_sentence(tmp_path, monkeypatch):
     path = write(made("qwen3", tmp_path / "model"), tmp_path / "model.gguf", "qwen3")
     with pytest.raises(ModelError, match=r"vector output_norm.weight is in Q8_0, which is not supported"):
         folder_of(path)
+
+
+def test_norms_of_mamba_may_be_vectors(tmp_path, monkeypatch):
+    """llama-quantize writes them so if there is one group of states."""
+    plain = gguf.GGUFWriter.add_tensor
+
+    def add_tensor(writer, name, numbers, **kind):
+        plain(writer, name, numbers.ravel() if name.endswith("ssm_norm.weight") else numbers, **kind)
+
+    folder = made("granitemoehybrid-mamba", tmp_path / "model")
+    matrices = write(folder, tmp_path / "matrices.gguf", "granitemoehybrid-mamba")
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_tensor)
+    vectors = write(folder, tmp_path / "vectors.gguf", "granitemoehybrid-mamba")
+    shapes = [
+        {name: each["shape"] for name, each in json.loads((folder_of(path) / "tensors.json").read_text()).items()}
+        for path in (matrices, vectors)
+    ]
+    assert shapes[0] == shapes[1] and shapes[0]["model.layers.0.mamba.norm.weight"] == [128]
 
 
 def test_a_model_that_attends_to_later_tokens_gets_a_sentence(tmp_path):
