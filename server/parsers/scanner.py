@@ -120,14 +120,15 @@ class Scanner:
         char = yield
         if self.is_reasoning:
             char = yield from self.reasoning(char)
+        begun = ""  # a delimiter, as far as it has been read
         while char != END:
-            while char in WHITE and self.content.is_empty:
+            while not begun and char in WHITE and self.content.is_empty:
                 self.content.add(char)
                 char = yield
-            if self.content.is_empty and char in self.bare:
-                char = yield from self._call_or_text("", char)
+            if not begun and self.content.is_empty and char in self.bare:
+                char, begun = yield from self._call_or_text("", char)
             else:
-                char = yield from self._text(char)
+                char, begun = yield from self._text(char, begun)
 
     def call(self, delimiter: str, char: str) -> Script[str]:
         """Read what follows a delimiter that begins a call, or starts with a bare character; emit the calls.
@@ -323,15 +324,18 @@ class Scanner:
             char = yield from self.value(char, self.begin_call(name))
         return char
 
-    def _text(self, char: str) -> Script[str]:
-        """Read text up to the next delimiter, and the call or reasoning that this delimiter begins."""
+    def _text(self, char: str, begun: str) -> Script[tuple[str, str]]:
+        """Read text up to the next delimiter, and the call or reasoning that this delimiter begins.
+
+        `begun`: text before the character that may begin a delimiter; returned as in `_call_or_text`.
+        """
         block = (self._block.opens,) if self._block and self.content.is_empty and not self.num_calls else ()
-        delimiter = yield from self.until((*self.opens, *self._closing, *block), char, self.content)
+        delimiter = yield from self.until((*self.opens, *self._closing, *block), char, self.content, begun)
         if delimiter == END:
-            return END
+            return END, ""
         if delimiter in block and self.content.is_empty:
             self.is_reasoning = True
-            return (yield from self.reasoning((yield)))
+            return (yield from self.reasoning((yield))), ""
         if delimiter in block:  # after other content, it is text
             self.content.add(delimiter)
         elif delimiter in self.opens:
@@ -340,17 +344,23 @@ class Scanner:
         else:
             self._close(delimiter)
             self.content = self.next_content(WHITE)
-        return (yield)
+        return (yield), ""
 
     def _close(self, delimiter: str) -> None:
         self._closing = tuple(each for each in self._closing if each != delimiter)
 
-    def _call_or_text(self, delimiter: str, char: str) -> Script[str]:
-        """Read a call, or what looks like one."""
+    def _call_or_text(self, delimiter: str, char: str) -> Script[tuple[str, str]]:
+        """Read a call, or what looks like one.
+
+        Return the next character and, if a delimiter after the call may have begun before it, that beginning.
+        """
+        num_calls, begun = self.num_calls, ""
         self.record(delimiter, char)
         char = yield from self.call(delimiter, char)
-        self.no_call(char)
-        return char
+        if self.num_calls > num_calls and char != END:
+            begun = self._begun((*self.opens, *self._closing))
+        self.no_call(char, but=len(begun))
+        return char, begun
 
     def _take(self) -> list[Part]:
         """Return the parts emitted since the last time, with adjacent parts of one kind merged."""

@@ -436,6 +436,23 @@ ONE = [("find_ship", {"masts": 3})]
         ("qwen3_coder", "<tool_call><function=find_ship></function></tool_call>", "", [("find_ship", {})]),
         ("qwen3_coder", "<function=find_ship><parameter=masts>3</parameter>so</function>", "so", ONE),
         ("qwen3_coder", "<function=find_ship><parameter=masts>some", "", None),
+        # Without the tag that ends the function
+        ("qwen3_coder", "<tool_call>\n<function=find_ship>\n<parameter=masts>\n3\n</parameter>\n</tool_call>", "", ONE),
+        (
+            "qwen3_coder",
+            2 * "<tool_call>\n<function=find_ship>\n<parameter=masts>\n3\n</parameter>\n</tool_call>\n" + "so",
+            "so",
+            2 * ONE,
+        ),
+        (
+            "qwen3_coder",
+            "<function=find_ship><parameter=masts>3</parameter>\n"
+            "<tool_call><function=find_ship><parameter=masts>3</parameter></function>",
+            "",
+            2 * ONE,
+        ),
+        ("qwen3_coder", "<function=find_ship><parameter=masts>3</parameter>\n</tool_c", "", ONE),
+        ("qwen3_coder", "<function=find_ship><parameter=masts>3</parameter>\n</tools>", "</tools>", ONE),
         (
             "qwen3_coder",
             "<function=find_ship>\n<parameter=name>\na\n\n<parameter=masts>\n3\n</function>"
