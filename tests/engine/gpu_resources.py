@@ -283,6 +283,11 @@ def arranged(count: int, tokens: int, *, arch: int) -> Arguments:
     return signature, constants | {"TILE": gpu_experts.ARRANGE_TILE, "DEPENDENT": arch >= 90}
 
 
+def gate_heads(numbers: int, dtype: torch.dtype, *, arch: int) -> Arguments:
+    signature = {"seen_ptr": "*" + NAMES[dtype], "qkv_ptr": "*" + NAMES[dtype]}
+    return signature, {"NUMBERS": numbers, "DIM": 128, "TILE": GATE_TILE, "DEPENDENT": arch >= 90}
+
+
 def combined(hidden: int, active: int, dtype: torch.dtype, *, arch: int) -> Arguments:
     signature = dict.fromkeys(("x_ptr", "results_ptr", "shared_ptr"), "*" + NAMES[dtype]) | {"weights_ptr": "*fp32"}
     return signature, {"SIZE": hidden, "TILE": GATE_TILE, "ACTIVE": active, "SHARED": True, "DEPENDENT": arch >= 90}
@@ -432,6 +437,7 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
             for centered in (False, True):
                 norm = add_norm(hidden, dtype, centered=centered, arch=arch)
                 yield f"norm {'centered ' * centered}{label}", layers.add_norm, norm, warps(norm[1]["SIZE_P"])
+            yield f"gate_heads {label}", layers.gate_heads, gate_heads(hidden, dtype, arch=arch), warps(GATE_TILE)
             for activation in ("silu", "gelu", "gelu_pytorch_tanh", "relu"):
                 yield (
                     f"gate {label} {activation}",

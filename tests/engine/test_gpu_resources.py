@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-ATTENTION, LAYERS = {"decode", "chunk", "uniform", "store", "rotate"}, {"norm", "gate"}
+ATTENTION, LAYERS = {"decode", "chunk", "uniform", "store", "rotate"}, {"norm", "gate", "gate_heads"}
 WEIGHTS = {"product", "dequantize", "lookup"}
 LISTS = {"find_bound", "shortlist", "draw_listed"}
 LOGITS = {"find_top", *LISTS, "count_digit", "weigh", "sum_digit", "sum_kept", "pick", "tally", "collect"}
