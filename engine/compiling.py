@@ -158,7 +158,7 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
             yield partial(_products, [head], tile, torch.float32)
     qkvs = list({each.qkv.weight.shape: each.qkv for each in layers}.values())
     outputs = list({each.output.weight.shape: each.output for each in layers}.values())
-    if not (config.batch_invariant or spec.on_gpu) and layer.output.scale == 1 and decoder.norms == BEFORE:
+    if not (config.batch_invariant or spec.on_gpu) and decoder.norms == BEFORE:
         after = [*((each, attention_norm) for each in qkvs), *((each.gate_up, mlp_norm) for each in with_mlp)]
         for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("gate_up", rows, META)):
             for linear, norm in after:

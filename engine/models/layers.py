@@ -284,8 +284,8 @@ class Linear:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the weight is neither packed nor quantized, and nothing but a bias follows the product."""
-        return self._packed is None and self._reordered is None and self.scale == 1
+        """Whether the weight is neither packed nor quantized."""
+        return self._packed is None and self._reordered is None
 
     def few(
         self,
@@ -301,13 +301,16 @@ class Linear:
         if isinstance(way, AsStored):
             assert self.quantized is not None
             return self.quantized.fused(x, residual=residual, activation=activation, norm=norm)
-        assert self.is_plain
+        assert self.is_plain and (residual is not None or self.scale == 1)
         if isinstance(way, Alike):
             assert self._uniform is not None
             alike = tile_of(self._uniform, len(x))
             assert alike is not None
             way = alike
-        return multiply(x, self.weight, way, bias=self.bias, residual=residual, activation=activation, norm=norm)
+        return multiply(
+            x, self.weight, way,
+            bias=self.bias, residual=residual, activation=activation, norm=norm, scale=self.scale,
+        )  # fmt: skip
 
     @property
     def saved_bytes(self) -> int:

@@ -237,7 +237,7 @@ def choose_head(head: Linear) -> None:
 
     Whatever fails leaves them to torch.
     """
-    if head.is_plain and is_measurable(head.weight):
+    if head.is_plain and head.scale == 1 and is_measurable(head.weight):
         with suppress(Exception), torch.inference_mode():
             head.use_for_few({rows: _fastest_head(head, rows) for rows in CANDIDATES})
 

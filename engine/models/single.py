@@ -57,6 +57,7 @@ def multiply(
     activation: str = "",
     clamp: Clamp | None = None,
     norm: RMSNorm | None = None,
+    scale: float = 1.0,
 ) -> None:
     """Do as skinny.multiply for a single row, and write to out, [1, rows]. `norm`: of x, before the product."""
     assert len(x) == 1
@@ -64,7 +65,7 @@ def multiply(
     own, many = _plain(x.shape[1], single, activation, clamp, (bias is not None, residual is not None))
     launch(gpu_kernels("single").multiply, (-(-rows // many),),
         x, weight, x if bias is None else bias, x if residual is None else residual,
-        x if norm is None else norm.gain, out, rows, 0.0 if norm is None else norm.eps,
+        x if norm is None else norm.gain, out, rows, 0.0 if norm is None else norm.eps, scale,
         constants=own, NORM=norm is not None, WIDE=norm is not None and norm.kind.is_wide, **dependence(x.device),
     )  # fmt: skip
 

@@ -184,13 +184,14 @@ def multiply(
     dtype: torch.dtype | None = None,
     routed: Routed | None = None,
     norm: RMSNorm | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
     """Return x @ weight.T + bias, [tokens, rows], for x: [tokens, columns], of which only rows must be contiguous.
 
-    `residual`: contiguous; the result is added to it in place. `activation`: the weight's first half is the gate, see
-    Gated; `clamp`: in place of the activation. `dtype`: of the result; None: that of x. `routed`: the result has a row
-    for each pair; weight and bias are those of the first expert. `norm`: of x, before the product, see single.takes;
-    only with a Single.
+    `residual`: contiguous; the result times `scale` is added to it in place. `activation`: the weight's first half is
+    the gate, see Gated; `clamp`: in place of the activation. `dtype`: of the result; None: that of x. `routed`: the
+    result has a row for each pair; weight and bias are those of the first expert. `norm`: of x, before the product, see
+    single.takes; only with a Single.
     """
     tokens, columns = x.shape
     rows = weight.shape[0] // 2 if activation else weight.shape[0]
@@ -204,10 +205,11 @@ def multiply(
         if not tokens:  # a tile for up to one row
             return out
         single.multiply(
-            x, weight, tile, out, bias=bias, residual=residual, activation=activation, clamp=clamp, norm=norm
-        )
+            x, weight, tile, out,
+            bias=bias, residual=residual, activation=activation, clamp=clamp, norm=norm, scale=scale,
+        )  # fmt: skip
         return out
-    assert norm is None
+    assert norm is None and (residual is not None or scale == 1)
     tiles = -(-tokens // tile.tokens) if routed is None else routed.tiles
     sums = arrived = x
     is_divided = tile.parts > 1 and not tile.is_serial
@@ -223,7 +225,7 @@ def multiply(
     traits = bias is not None, residual is not None, columns % tile.columns == 0
     launch(gpu_kernels("skinny").multiply, (-(-rows // tile.rows), tiles, tile.parts if is_divided else 1),
         x, weight, x if bias is None else bias, out, out, pairs, owners, places, sums, arrived,
-        tokens, rows, columns, x.stride()[0], out.stride()[0],
+        tokens, rows, columns, x.stride()[0], out.stride()[0], scale,
         constants=_constants(tile, traits, fan, activation, clamp), **dependence(x.device),
     )  # fmt: skip
     return out

@@ -229,7 +229,7 @@ def few(
         "FAN": fan, "PARTS": tile.parts, "AHEAD": tile.ahead, "SERIAL": tile.is_serial,
         **gate_constants(activation, None),
     }  # fmt: skip
-    return dict.fromkeys(pointers, "*" + NAMES[dtype]) | ROUTED | PARTED, constants
+    return dict.fromkeys(pointers, "*" + NAMES[dtype]) | ROUTED | PARTED | {"scale": "fp32"}, constants
 
 
 def single_products(label: str, size: Single, *, arch: int) -> Iterator[tuple[str, Any, Arguments, int]]:
@@ -240,7 +240,7 @@ def single_products(label: str, size: Single, *, arch: int) -> Iterator[tuple[st
             own, _ = single._plain(columns, size, activation, None, (not activation, not activation))
             constants = {name: value for name, value in own.items() if name != "num_warps"}
             constants |= {"NORM": bool(activation), "WIDE": False, "DEPENDENT": arch >= 90}
-            types = dict.fromkeys(pointers, "*bf16") | {"eps": "fp32"}
+            types = dict.fromkeys(pointers, "*bf16") | {"eps": "fp32", "scale": "fp32"}
             yield f"{label}, {columns} columns, {kind}", single_kernels.multiply, (types, constants), own["num_warps"]
 
 

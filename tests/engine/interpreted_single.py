@@ -70,9 +70,9 @@ def test_a_row_is_normalized_multiplied_gated_and_added(columns, rows, activatio
     norm, stream = norm_of(columns) if has_norm else None, inside(residual.clone())
     want = expected(x, weight, bias, norm, activation)
     assert multiply(
-        x, weight, SMALL, bias=bias, residual=stream, activation=activation, norm=norm
+        x, weight, SMALL, bias=bias, residual=stream, activation=activation, norm=norm, scale=0.5
     ) is stream  # fmt: skip
-    assert relative(stream, want + residual.double()) < 5e-4
+    assert relative(stream, 0.5 * want + residual.double()) < 5e-4
     alone = multiply(x, weight, SMALL, bias=bias, activation=activation, norm=norm, dtype=torch.float32)
     assert alone.dtype == torch.float32 and relative(alone, want) < 5e-4
 

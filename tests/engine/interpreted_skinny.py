@@ -64,6 +64,13 @@ def test_the_residual_is_added_in_place_and_rounded_once():
     torch.testing.assert_close(stream, want, rtol=1e-3, atol=0)
 
 
+def test_a_scaled_product_is_added_to_the_residual():
+    x, weight, bias, residual = numbers(3, 64), numbers(24, 64), numbers(24), numbers(3, 24)
+    stream = inside(residual.clone())
+    multiply(x, weight, SMALL, bias=bias, residual=stream, scale=0.22)
+    torch.testing.assert_close(stream, residual + 0.22 * (x @ weight.T + bias), rtol=1e-5, atol=1e-5)
+
+
 def test_results_can_be_wide_and_rows_of_x_can_lie_apart():
     x, weight = numbers(3, 128, dtype=torch.float16), numbers(24, 64, dtype=torch.float16)
     found = multiply(x[:, 64:], weight, SMALL, dtype=torch.float32)

@@ -50,7 +50,7 @@ def _input(x_ptr, gain_ptr, column, live, factor, NORM: tl.constexpr, WIDE: tl.c
 
 @triton.jit
 def _finish(
-    total, up_total, bias_ptr, residual, out_ptr, n, is_row, rows,
+    total, up_total, bias_ptr, residual, out_ptr, n, is_row, rows, scale,
     BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
     """Store the sums of rows n after the bias, the gate and the residual."""
@@ -61,13 +61,13 @@ def _finish(
     if ACTIVATION != "":
         total = activations.gated(total, up_total, ACTIVATION, LIMIT, ALPHA)
     if ADD:
-        total += residual.to(tl.float32)
+        total = total * scale + residual.to(tl.float32)
     tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
 @triton.jit
 def multiply(
-    x_ptr, weight_ptr, bias_ptr, residual_ptr, gain_ptr, out_ptr, rows, eps,
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, gain_ptr, out_ptr, rows, eps, scale,
     COLUMNS: tl.constexpr, COLUMNS_P: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -120,7 +120,7 @@ def multiply(
         if ACTIVATION != "":
             up_totals += tl.sum(tl.reshape(up.to(tl.float32) * x, [ROWS, STEP // EACH, EACH]), 2)
     _finish(
-        tl.sum(totals, 1), tl.sum(up_totals, 1), bias_ptr, residual, out_ptr, n, is_row, rows,
+        tl.sum(totals, 1), tl.sum(up_totals, 1), bias_ptr, residual, out_ptr, n, is_row, rows, scale,
         BIAS, ADD, ACTIVATION, LIMIT, ALPHA,
     )  # fmt: skip
 

@@ -52,7 +52,7 @@ def _summed(
 @triton.jit(do_not_specialize=["tokens"])
 def multiply(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, pairs_ptr, owners_ptr, places_ptr, sums_ptr, arrived_ptr,
-    tokens, rows, columns, x_token, out_token,
+    tokens, rows, columns, x_token, out_token, scale,
     BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     EVEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, WIDEN: tl.constexpr, DEPENDENT: tl.constexpr, SHARED: tl.constexpr, FAN: tl.constexpr,
@@ -61,11 +61,12 @@ def multiply(
     """Write x @ weight.T to out [tokens, rows], rounded once. The grid is (tiles of rows, tiles of tokens, PARTS), with
     SERIAL (tiles of rows, tiles of tokens).
 
-    x: [tokens, columns]. weight: [rows, columns], contiguous. BIAS adds bias [rows]; ADD adds residual, which has the
-    shape and strides of out and may be out. With an ACTIVATION the weight has 2 * rows rows, the gate's first, and the
-    result is activation(gate) * up. EVEN: COLUMNS divides the columns. DEPENDENT: the kernel was launched before the
-    one before it has ended. AHEAD: the lines of each row of the weight that are then read before. SHARED: the number of
-    tiles of tokens that are computed side by side for each tile of rows, so that many of both stay in the cache.
+    x: [tokens, columns]. weight: [rows, columns], contiguous. BIAS adds bias [rows]; ADD multiplies by `scale` and adds
+    residual, which has the shape and strides of out and may be out. With an ACTIVATION the weight has 2 * rows rows,
+    the gate's first, and the result is activation(gate) * up. EVEN: COLUMNS divides the columns. DEPENDENT: the kernel
+    was launched before the one before it has ended. AHEAD: the lines of each row of the weight that are then read
+    before. SHARED: the number of tiles of tokens that are computed side by side for each tile of rows, so that many of
+    both stay in the cache.
 
     With PARTS above 1 a program sums up as many consecutive columns, and the last one of a tile to arrive adds up all
     parts in their order; there is no activation. sums: [PARTS, tokens, rows] float32. arrived: an int32 per tile, zero
@@ -152,5 +153,5 @@ def multiply(
         total = activations.gated(total, up_total, ACTIVATION, LIMIT, ALPHA)
     at = m.to(tl.int64)[:, None] * out_token + n[None, :]
     if ADD:
-        total += tl.load(residual_ptr + at, mask=is_in, other=0.0).to(tl.float32)
+        total = total * scale + tl.load(residual_ptr + at, mask=is_in, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=is_in)
