@@ -113,7 +113,7 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     if decoder.gates_attention:
         for attention in dict.fromkeys(spec.layers):
             yield partial(_gate_heads, attention, spec.dtype)
-    layer = layers[0]  # all have the same norms
+    layer = next(each for each in layers if each.mixer is None)  # all have the same norms
     attention_norm, mlp_norm, of_input = layer.attention_norm, layer.mlp_norm, layer.input
 
     x = _numbers(FEW, layer.qkv)

@@ -40,7 +40,8 @@ SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 # 20 MiB for one of 1 to 10 MiB and 2 MiB for a smaller one, and what a graph leaves does not always suit the next one.
 GRAPH_BYTES, LAUNCH_BYTES = 256 << 10, 16 << 10
 LAYER_LAUNCHES, EXPERT_LAUNCHES, BESIDE_LAUNCHES, NORM_LAUNCHES, INPUT_LAUNCHES = 10, 3, 12, 2, 5
-MIXER_LAUNCHES, GATE_LAUNCHES = 1, 1  # more than those of attention, of a layer with a mixer and of gated attention
+# More: of a layer with a mixer, of gated attention, and of the scales of what is added to the residual stream
+MIXER_LAUNCHES, GATE_LAUNCHES, SCALE_LAUNCHES = 1, 1, 2
 WORKSPACE_BYTES, POOL_BYTES = 32 << 20, 64 << 20
 # The launches of the graphs of a number of drawing rows, and the tables of counts of a row, see TritonLogits.
 DRAW_LAUNCHES, DRAW_TABLES = 48, 64 << 10
@@ -133,6 +134,7 @@ def graph_reserve(spec: ModelSpec, config: EngineConfig, backend: type[Attention
     of_layer = LAYER_LAUNCHES + NORM_LAUNCHES * (decoder.qk_norm == "all")
     of_layer += INPUT_LAUNCHES * (decoder.inputs is not None)
     of_layer += MIXER_LAUNCHES * decoder.has_states + GATE_LAUNCHES * decoder.gates_attention
+    of_layer += SCALE_LAUNCHES * (decoder.scales.residual != 1)
     if decoder.experts is not None:
         of_layer += EXPERT_LAUNCHES + BESIDE_LAUNCHES * decoder.experts.is_beside
     # The graphs share their intermediate results, and the copy of the hidden states that they return.

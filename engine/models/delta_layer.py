@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..attention.paged_gpu import is_interpreted
 from ..kernels.delta import GatedDelta
 from ..kernels.library import Kernels
 from .delta import DeltaLayer, DeltaWeights, gated_delta
@@ -38,7 +37,7 @@ class DeltaNet:
         self.layer = DeltaLayer(shape, eps, weights)
         self.compute: Delta = partial(gated_delta, self.layer)
         self.objection: str | None = None  # why the Triton kernels do not compute it on this GPU
-        self.is_static = False  # whether it reads the tensors of Segments alone, as the Triton kernels do
+        self.is_capturable = False  # whether it is computed without the host, as by the Triton kernels
 
     def __call__(self, x: Tensor, qkvz: Tensor, states: States | None, number: int) -> Tensor:
         """Return what the layer reads for each token, [tokens, values], of x: [tokens, hidden_size], and its
@@ -62,10 +61,3 @@ class DeltaNet:
         self.gates.pack(kernels, in_file=in_file.get(self.gates))
         if kernels is not None:
             self.compute = GatedDelta(kernels, self.layer)
-        elif self.layer.weights.taps.is_cuda or is_interpreted():
-            from . import gpu_delta
-
-            shape, taps = self.layer.shape, self.layer.weights.taps
-            self.objection = gpu_delta.objection(shape, taps.dtype, taps.device)
-            if self.objection is None:
-                self.compute, self.is_static = partial(gpu_delta.gated_delta, self.layer), True

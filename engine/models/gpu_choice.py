@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Choice
-from . import gpu_experts, invariance, measured_tiles, on_gpu, scaled
+from . import gpu_experts, invariance, measured_tiles, mixers, on_gpu, scaled
 from .decoder_layer import Layer
 from .experts import Experts
 from .gpu_layers import add_norm
@@ -45,13 +45,18 @@ def choose(
     objection = on_gpu.objection(parts[0], device, product.kernels)
     if objection is None:
         objection = next(filter(None, (gpu_experts.objection(each) for each in _experts(parts[2]))), None)
-    by_torch = "" if product.kernels is not None else on_gpu.by_torch(parts[2])
-    if objection is None:
-        objection = by_torch or None if product.is_uniform else on_gpu.trial(*parts)
+    by_torch = ""
+    if product.kernels is None:
+        found = [layer.mixer for layer in parts[2] if layer.mixer is not None]
+        mixers.use_gpu(found, parts[0].dtype, device)
+        by_torch = mixers.by_torch(found)
+    if product.is_uniform and objection is None and by_torch:
+        return None, replace(product, note=by_torch)
+    if objection is None and not product.is_uniform:
+        objection = on_gpu.trial(*parts)
     if objection is not None:
         if device.type == "cuda":
-            others = "" if by_torch == objection else by_torch
-            product = replace(product, note=_joined(f"torch computes norms and gates of layers: {objection}", others))
+            product = replace(product, note=_joined(f"torch computes norms and gates of layers: {objection}", by_torch))
         return None, product
     for each in (norm, *(() if parts[4] is None else (parts[4].norm,))):
         each.use(partial(add_norm, added=None, norm=each))
@@ -67,10 +72,10 @@ def choose(
             note = "torch's product is wrong for a shape of this model"
         if note:
             product = replace(product, note=f"fp8 weights are dequantized for prompts: {note}")
-        if isinstance(found := on_gpu.choose(*parts), str):
-            product = replace(product, note=found)
+        if isinstance(chosen := on_gpu.choose(*parts), str):
+            product = replace(product, note=chosen)
         else:
-            choices = found
+            choices = chosen
             on_gpu.choose_head(head)
         product = replace(product, note=_joined(product.note, by_torch))
     return OnGPU(*parts, choices=choices), product

@@ -26,6 +26,7 @@ from .family import BEFORE
 from .forward import Forward
 from .layer_inputs import LayerInputs
 from .layers import Linear
+from .mixers import gpu_limitation
 from .rope import Rotary
 from .skinny import Choices
 from .spec import ModelSpec
@@ -53,6 +54,9 @@ def objection(spec: ModelSpec, device: torch.device, product: Choice, attention:
     if product.is_uniform:
         if reason := on_gpu.objection(spec, device, product.kernels):
             return f"torch computes norms and gates of layers: {reason}"
+        for shape in spec.mixers:
+            if reason := gpu_limitation(shape, spec.dtype):
+                return f"torch computes layers that keep states: {reason}"
     elif not product.invariant:
         return product.note or "torch computes the products"
     return None if attention.invariant else "the results of the attention backend depend on it"

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..attention.paged_gpu import is_interpreted
 from ..kernels.library import Kernels
 from ..kernels.mamba2 import Mamba2Kernel
 from .layers import InFile, Linear
@@ -38,7 +37,7 @@ class Mamba2:
         self.layer = Mamba2Layer(shape, eps, weights)
         self.compute: Compute = partial(mamba2, self.layer)
         self.objection: str | None = None  # why the Triton kernels do not compute it on this GPU
-        self.is_static = False  # whether it reads the tensors of Segments alone, as the Triton kernels do
+        self.is_capturable = False  # whether it is computed without the host, as by the Triton kernels
 
     def __call__(self, x: Tensor, projected: Tensor, states: States | None, number: int) -> Tensor:
         """Return what the layer reads for each token, [tokens, values], for the projection of x. `number`: of the layer
@@ -57,13 +56,6 @@ class Mamba2:
         return {f"{prefix}mamba.{name}": weight for name, weight in named if weight is not None}
 
     def pack(self, kernels: Kernels | None, in_file: Mapping[Linear, InFile]) -> None:
-        """Use our kernels, after the weights have been read."""
-        shape, taps = self.layer.shape, self.layer.weights.taps
+        """Use our CPU kernel, after the weights have been read."""
         if kernels is not None:
             self.compute = Mamba2Kernel(kernels, self.layer)
-        elif taps.is_cuda or is_interpreted():
-            from . import gpu_mamba2
-
-            self.objection = gpu_mamba2.objection(shape, taps.dtype, taps.device)
-            if self.objection is None:
-                self.compute, self.is_static = partial(gpu_mamba2.mamba2, self.layer), True

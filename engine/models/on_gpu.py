@@ -27,7 +27,6 @@ from ..kernels.library import Kernels
 from . import gpu_experts, stored_rows
 from .decoder_layer import Layer
 from .decoder_spec import DecoderSpec, sinks_name
-from .delta_layer import DeltaNet
 from .executor import Eager
 from .experts import Beside
 from .family import BEFORE
@@ -38,7 +37,6 @@ from .gpu_products import after_norm, before_residual, normalized, product
 from .gpu_weights import relative
 from .layer_inputs import LayerInput, LayerInputs
 from .layers import Linear
-from .mamba2_layer import Mamba2
 from .norms import RMSNorm
 from .rope import Rotary
 from .skinny import (
@@ -94,7 +92,8 @@ class OnGPU:
     @property
     def obstacle(self) -> str:
         """Why its launches cannot be captured in a CUDA graph; empty: they can."""
-        return by_torch(self._layers)
+        mixers = (layer.mixer for layer in self._layers if layer.mixer is not None)
+        return "" if all(mixer.is_capturable for mixer in mixers) else "torch computes layers that keep states"
 
     def run(self, forward: Forward) -> Tensor:
         longest, positions = cast(Plan, forward.plan).meta.max_seq, forward.positions
@@ -147,15 +146,6 @@ def _attend(forward: Forward, layer: Layer, qkv: Tensor, rotation: Rotation | No
     if gated:
         gate_heads(seen, qkv)
     return seen.flatten(1)
-
-
-def by_torch(layers: Sequence[Layer]) -> str:
-    """Return which mixers of these layers torch computes, slowly, and why; empty: none."""
-    names = {DeltaNet: "linear attention token by token", Mamba2: "Mamba2 token by token"}
-    for layer in layers:
-        if layer.mixer is not None and not layer.mixer.is_static:
-            return f"torch computes {names.get(type(layer.mixer), 'short convolutions')}: {layer.mixer.objection}"
-    return ""
 
 
 def with_experts(beside: Beside, experts: RoutedExperts, mlp: Tensor, x: Tensor) -> Tensor:
@@ -269,27 +259,33 @@ def measured(layers: Sequence[Layer], rows: int, activation: str) -> dict[str, d
             found[part] = {None: 0.0}  # there is nothing to choose
             continue
         for layer in owners:
-            norm = {"qkv": layer.attention_norm, "gate_up": layer.mlp_norm}.get(part)
+            # That before a mixer is not computed with the product, see OnGPU.run.
+            before = None if layer.mixer is not None else layer.attention_norm
+            norm = {"qkv": before, "gate_up": layer.mlp_norm}.get(part)
             linears.append((getattr(layer, part), norm))
         weight = linears[0][0].weight
         linears = [each for each in linears if each[0].weight.shape == weight.shape]  # layers may have several
         linears = linears[: max(2, -(-MEASURED_BYTES // weight.nbytes))]
         x = torch.ones(rows, weight.shape[1], dtype=dtype, device=device)
-        residual = torch.zeros(rows, len(weight), dtype=dtype, device=device)
-
-        def work(
-            linear: Linear, norm: RMSNorm | None, tile: AnyTile | None, x: Tensor = x, residual: Tensor = residual
-        ) -> None:
-            if norm is None:
-                before_residual(linear, tile, x, residual)
-            else:
-                after_norm(linear, tile, x, None, norm, activation=activation)
-
+        residual = None
+        if part in ("output", "down"):
+            residual = torch.zeros(rows, len(weight), dtype=dtype, device=device)
+        work = partial(_product, x=x, residual=residual, activation=activation)
         found[part] = {
             tile: seconds([partial(work, linear, norm, tile) for linear, norm in linears], device) / len(linears)
             for tile in (None, *candidates(part, rows, device))
         }
     return found
+
+
+def _product(
+    linear: Linear, norm: RMSNorm | None, tile: AnyTile | None, *, x: Tensor, residual: Tensor | None, activation: str
+) -> None:
+    """Compute a product as OnGPU does."""
+    if residual is None:
+        after_norm(linear, tile, x, None, norm, activation=activation)
+    else:
+        before_residual(linear, tile, x, residual)
 
 
 def objection(model: ModelSpec, device: torch.device, kernels: Kernels | None) -> str | None:

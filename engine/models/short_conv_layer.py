@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..attention.paged_gpu import is_interpreted
 from ..kernels.library import Kernels
 from .layers import InFile, Linear
 from .short_conv import ConvLayer, gated_conv
@@ -27,7 +26,7 @@ class ShortConv:
         self.layer = ConvLayer(shape, taps, bias)
         self.compute: Compute = partial(gated_conv, self.layer)
         self.objection: str | None = None  # why the Triton kernels do not compute it on this GPU
-        self.is_static = False  # whether it reads the tensors of Segments alone, as the Triton kernels do
+        self.is_capturable = False  # whether it is computed without the host, as by the Triton kernels
 
     def __call__(self, x: Tensor, projected: Tensor, states: States | None, number: int) -> Tensor:
         """Return [tokens, channels] for the projection of x: [tokens, 3 * channels]. `number`: of the layer among those
@@ -45,11 +44,4 @@ class ShortConv:
         return {f"{prefix}conv.conv.weight": taps} | ({} if bias is None else {f"{prefix}conv.conv.bias": bias})
 
     def pack(self, kernels: Kernels | None, in_file: Mapping[Linear, InFile]) -> None:
-        """Use our GPU kernels, after the weights have been read. There are none for a CPU."""
-        shape, taps, _ = self.layer
-        if taps.is_cuda or (kernels is None and is_interpreted()):
-            from . import gpu_short_conv
-
-            self.objection = gpu_short_conv.objection(shape, taps.dtype, taps.device)
-            if self.objection is None:
-                self.compute, self.is_static = partial(gpu_short_conv.gated_conv, self.layer), True
+        """There is nothing to pack, and no kernel for a CPU."""

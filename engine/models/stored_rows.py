@@ -85,7 +85,11 @@ def _compute(layers: Sequence[Layer], tiles: Tiles, activation: str, dtype: torc
     """Compute the products of a row as OnGPU does, without attention and experts."""
     x, added = torch.ones(1, layers[0].spec.hidden_size, dtype=dtype, device=device), None
     for layer in layers:
-        after_norm(layer.qkv, tiles.qkv, x, added, layer.attention_norm, activation=activation)
+        if layer.mixer is None:
+            after_norm(layer.qkv, tiles.qkv, x, added, layer.attention_norm, activation=activation)
+        else:
+            before = normalized(x, added, layer.attention_norm, None)
+            after_norm(layer.qkv, tiles.qkv, before, None, None, activation=activation)
         assert layer.output.quantized is not None
         seen = torch.zeros(1, layer.output.quantized.parts[0].columns, dtype=dtype, device=device)
         added = before_residual(layer.output, tiles.output, seen, x)

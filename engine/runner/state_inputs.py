@@ -12,8 +12,7 @@ from ..config import EngineConfig
 from ..models import ModelSpec
 from ..models.states import LayerStates, Segments, States
 
-# For which there is memory: most rows have one, and few have several.
-SEGMENTS_PER_ROW = 4
+SEGMENTS_PER_ROW = 4  # for which there is memory, on average: most rows have one segment
 
 
 class StateInputs:
@@ -27,9 +26,10 @@ class StateInputs:
         self._max_seqs, self._device = max_seqs, device
         count = max_seqs + num_snapshots
         self.layers = [LayerStates.allocate(shape, count, spec.dtype, device) for shape in spec.mixers]
-        self._most = SEGMENTS_PER_ROW * max_seqs
+        self._max_segments = SEGMENTS_PER_ROW * max_seqs
         # The first segments of rows, then of each segment the first token, the source and the target.
-        self._starts = list(accumulate((max_seqs + 1, self._most + 1, self._most, self._most), initial=0))
+        sizes = max_seqs + 1, self._max_segments + 1, self._max_segments, self._max_segments
+        self._starts = list(accumulate(sizes, initial=0))
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(self._starts[-1], dtype=torch.int32, pin_memory=on_gpu)
         self._tensor = self._host.to(device) if on_gpu else self._host
@@ -46,7 +46,7 @@ class StateInputs:
     def prepare(self, rows: Sequence[Row], slots: Sequence[int]) -> States:
         """Return the states and the segments of a step with these rows, whose sequences have these slots."""
         segments = [self._segments(row, slot) for row, slot in zip(rows, slots, strict=True)]
-        if sum(map(len, segments)) > self._most:
+        if sum(map(len, segments)) > self._max_segments:
             return States(self.layers, Segments.of(segments, self._device))
         return States(self.layers, self._load(segments))
 
@@ -54,7 +54,7 @@ class StateInputs:
         """Return the states and the segments of a step in which this many rows have none. To be called between
         steps."""
         self._load([])
-        # With the memory of the most segments: an empty tensor has no address.
+        # The tensors have their whole length, though a step of padding has no segments: empty ones have no address.
         row_start, begin, source, target = (self._tensor[first:end] for first, end in pairwise(self._starts))
         return States(self.layers, Segments(row_start[: rows + 1], begin, source, target, [0], [], []))
 

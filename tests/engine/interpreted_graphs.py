@@ -34,10 +34,13 @@ from engine.kernels.gpu import mamba2 as mamba2_kernels
 from engine.kernels.gpu import short_conv as conv_kernels
 from engine.kernels.gpu import skinny as skinny_kernels
 from engine.kernels.gpu import storing as storing_kernels
-from engine.models import dummy, on_gpu, rope
-from engine.runner import Runner, Step, buffers, cuda_graphs, logits_choice
+from engine.models import dummy, gpu_delta, gpu_mamba2, gpu_short_conv, on_gpu, rope
+from engine.models.executor import Eager
+from engine.models.states import Segments
+from engine.runner import Runner, Step, buffers, cuda_graphs, logits_choice, state_inputs
+from engine.runner.state_inputs import StateInputs
 from engine.scheduler import Scheduler
-from engine.types import EngineRequest
+from engine.types import ConfigError, EngineRequest
 from tests.engine.interpreter import prepare
 from tests.engine.recorder import Freed, Recorder, Tape
 from tests.engine.test_attention import spoil
@@ -206,9 +209,9 @@ class Trace:
             for cache in self.caches:
                 spoil(cache)
 
-    def responses(self, seed: int) -> dict[int, list[Any]]:
+    def responses(self, seed: int, given: list[EngineRequest] | None = None) -> dict[int, list[Any]]:
         """Return the deltas of requests that arrive over time."""
-        waiting, found = requests(seed), dict[int, list[Any]]()
+        waiting, found = [*(given or requests(seed))], dict[int, list[Any]]()
         tables: dict[int, list[int]] = {}
         flight: tuple[Batch, Step] | None = None
         for number in range(1000):
@@ -287,6 +290,84 @@ def test_replayed_steps_give_the_tokens_of_launched_ones(name, is_ahead, tmp_pat
         own_tokens, own_logprobs = tokens_and_logprobs(found[number])
         assert own_tokens == tokens
         assert own_logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+WITH_STATES = ["qwen3_5", "lfm2", "granitemoehybrid"]
+
+
+def related(seed: int) -> list[EngineRequest]:
+    """Return requests whose prompts begin alike, so that sequences continue from snapshots of others."""
+    rng, found = random.Random(seed), []
+    shared = tuple(rng.randrange(96) for _ in range(24))
+    for number in range(9):
+        own = tuple(rng.randrange(96) for _ in range(rng.choice([1, 2, 7, 12])))
+        params = SamplingParams(max_tokens=rng.randint(3, 16), seed=number, temperature=0.0, logprobs=1)
+        prompt = shared[: rng.choice([8, 13, 20, 24])] + own
+        found.append(EngineRequest(id=number + 1, prompt_ids=prompt, params=params))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(4, 5, 18), (1, 2, 40)])  # segments per row, sequences, blocks
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_replayed_steps_continue_from_snapshots_and_after_preemptions(name, sizes, tmp_path, recorder, monkeypatch):
+    """With little memory for segments some steps do not fit: they are launched."""
+    per_row, max_seqs, num_blocks = sizes
+    monkeypatch.setattr(state_inputs, "SEGMENTS_PER_ROW", per_row)
+    restored, own, segments_of, of = [0], [0], StateInputs._segments, Segments.of
+
+    def counted(self: StateInputs, row: Row, slot: int) -> list[tuple[int, int, int]]:
+        restored[0] += row.snapshots is not None and row.snapshots[0] >= 0
+        return segments_of(self, row, slot)
+
+    def allocated(*args: Any) -> Segments:
+        own[0] += 1
+        return of(*args)
+
+    config = config_of(name, tmp_path, async_scheduling=True, num_blocks=num_blocks, max_seqs=max_seqs)
+    alone = replace(config, enforce_eager=True, prefix_caching=False, num_blocks=200)
+    wanted = Trace(build(alone), is_ahead=True).responses(1, related(1))
+    trace = Trace(build(config), is_ahead=True, capture_at=10)
+    monkeypatch.setattr(StateInputs, "_segments", counted)
+    monkeypatch.setattr(Segments, "of", allocated)
+    found = trace.responses(1, related(1))
+    assert restored[0] > 0 and len(recorder.replayed) > len(recorder.tapes)
+    assert trace.scheduler.counters.preempted > 0 if per_row > 1 else own[0] > 0
+    for number, deltas in wanted.items():
+        tokens, logprobs = tokens_and_logprobs(deltas)
+        own_tokens, own_logprobs = tokens_and_logprobs(found[number])
+        assert own_tokens == tokens
+        assert own_logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+KERNELS = {
+    "qwen3_5": (gpu_delta, "gated_delta", "linear attention token by token"),
+    "lfm2": (gpu_short_conv, "gated_conv", "short convolutions"),
+    "granitemoehybrid": (gpu_mamba2, "mamba2", "Mamba2 token by token"),
+}
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_layers_whose_kernels_fail_are_computed_by_torch_and_launched(name, tmp_path, recorder, monkeypatch):
+    module, function, what = KERNELS[name]
+
+    def broken(*_: Any) -> Tensor:
+        raise RuntimeError("out of resource")
+
+    wanted = Trace(build(config_of(name, tmp_path, enforce_eager=True)), is_ahead=False).responses(2)
+    monkeypatch.setattr(module, function, broken)
+    config = config_of(name, tmp_path)
+    built = build(config)
+    note = f"torch computes {what}: the Triton kernels do not run on this device: RuntimeError: out of resource"
+    assert built.info.product_note == note
+    assert built.info.notes == ("there are no CUDA graphs: torch computes layers that keep states",)
+    assert [type(each) for each in built.runner.model.executors] == [on_gpu.OnGPU, Eager]
+    assert built.runner.graphs is None and not recorder.tapes
+    found = Trace(built, is_ahead=False).responses(2)
+    assert {number: tokens_and_logprobs(deltas)[0] for number, deltas in found.items()} == {
+        number: tokens_and_logprobs(deltas)[0] for number, deltas in wanted.items()
+    }
+    with pytest.raises(ConfigError, match=f"`batch_invariant` cannot be kept here, so leave it out: {note}"):
+        build(replace(config, batch_invariant=True))
 
 
 LENGTHS = [4, 17, 2, 32, 9]  # of sequences of which a step computes the last token

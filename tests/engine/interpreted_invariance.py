@@ -320,9 +320,9 @@ OTHERS = {
 }  # fmt: skip
 
 
-def written(name: str, folder: Path) -> Path:
+def written(name: str, folder: Path, **changes: Any) -> Path:
     """Write the config.json of a small model, whose weights are random."""
-    shape = {**SHAPE, **{**MODELS, **OTHERS}[name]}
+    shape = {**SHAPE, **{**MODELS, **OTHERS}[name], **changes}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape))
     return folder
@@ -465,6 +465,9 @@ def test_what_is_not_invariant_is_refused(tmp_path, monkeypatch):
             ConfigError, match=r"`batch_invariant` cannot be kept here.*torch computes norms .*of up to 8 numbers"
         ):
             describe(config_of(folder, load_format="dummy"))
+    wide = written("qwen3_5", tmp_path / "wide", linear_key_head_dim=257)
+    with pytest.raises(ConfigError, match=r"torch computes layers that keep states: .* heads of up to 256 numbers"):
+        describe(config_of(wide, load_format="dummy"))
     with pytest.raises(ConfigError, match="the attention backend depend on it"):
         describe(config_of(folder, attention="reference", load_format="dummy"))
     monkeypatch.setattr(invariance, "settle", lambda *_, **__: "7 of 9 numbers differ")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models import gpu_mamba2, gpu_short_conv, gpu_states, mamba2, short_conv
+from engine.models import gpu_mamba2, gpu_short_conv, gpu_states, mamba2, mixers, short_conv
 from engine.models.gpu_states import TRIAL_ROWS
 from engine.models.mixers import gpu_jobs, gpu_limitation, make_mixer
 from engine.models.states import ConvShape, LayerStates, LinearShape, Mamba2Shape, MixerShape, Segments
@@ -266,16 +266,19 @@ def test_the_kernels_are_tried_and_what_they_cannot_compute_has_a_reason(shape, 
 
 
 @pytest.mark.parametrize("shape", [LinearShape(2, 4, 32, 16, 4), CONV, MAMBA], ids=["delta", "conv", "mamba"])
-def test_a_mixer_on_a_gpu_reads_the_tensors_of_segments_alone(shape, monkeypatch):
-    mixer = make_mixer(shape, 16, 1e-6, torch.float32, CPU)
-    assert mixer is not None and not mixer.is_static
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    mixer.pack(None, {})
-    assert mixer.is_static and mixer.objection is None
+def test_mixers_of_one_shape_are_tried_once_and_torch_computes_what_the_kernels_cannot(shape, monkeypatch):
+    tried, module = [], mixers._on_gpu(shape)[0]
+    objection = module.objection
+    monkeypatch.setattr(module, "objection", lambda *args: tried.append(args) or objection(*args))
+    layers = [make_mixer(shape, 16, 1e-6, torch.float32, CPU) for _ in range(3)]
+    assert not any(mixer is None or mixer.is_capturable for mixer in layers)
+    mixers.use_gpu(layers, torch.float32, CPU)
+    assert all(mixer.is_capturable and mixer.objection is None for mixer in layers) and len(tried) == 1
+    assert mixers.by_torch(layers) == ""
     wide = make_mixer(shape, 16, 1e-6, torch.float64, CPU)
-    assert wide is not None
-    wide.pack(None, {})
-    assert not wide.is_static and wide.objection == "the Triton kernels do not compute in float64"
+    mixers.use_gpu([wide], torch.float64, CPU)
+    assert not wide.is_capturable and wide.objection == "the Triton kernels do not compute in float64"
+    assert mixers.by_torch([layers[0], wide]).endswith(": the Triton kernels do not compute in float64")
 
 
 def test_mamba_of_too_large_sizes_has_a_limitation():
