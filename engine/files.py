@@ -12,8 +12,9 @@ from .types import ModelError
 
 # A config.json has up to 100 kB, a chat template up to 50 kB.
 SMALL_BYTES = 4 << 20
-# Files that list tokens or tensors: the largest published ones have about 20 MB.
-LIST_BYTES = 32 << 20
+# Files that list tokens or tensors: the largest published ones have about 20 MB, and the headers of a quantized model
+# with as many experts as Qwen3-Next would have up to 38.
+LIST_BYTES = 48 << 20
 # Values in a JSON document. An empty object takes three bytes in a file and twenty times as many in memory. The longest
 # published lists have half a million values.
 MAX_VALUES = 2_000_000

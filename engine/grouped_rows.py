@@ -8,6 +8,7 @@ of all queries come first, then those of all keys, and so on, as Qwen3.5 has the
 from __future__ import annotations
 
 Rows = tuple[tuple[int, int], ...]  # of a tensor in a file: the first ones and the numbers of contiguous ones
+MAX_PIECES = 1 << 18  # of all tensors of a checkpoint; Qwen3-Next-80B has 3,456 for each tensor of a weight
 
 
 def grouped_rows(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> dict[str, dict[str, Rows]]:

@@ -32,15 +32,22 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class _Listed(Struct):
     """A tensor in tensors.json, see engine/gguf/folder.py."""
 
-    file: str
+    file: Annotated[int, Meta(ge=0)]  # its place among the files
     shape: tuple[Annotated[int, Meta(ge=0)], ...]
     type: int
     offset: Annotated[int, Meta(ge=0)]
     num_bytes: Annotated[int, Meta(ge=0)]
-    interleaved: Annotated[int, Meta(ge=0)]
-    shift: float
-    is_negative_exponential: bool
-    rows: tuple[tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]], ...]
+    interleaved: Annotated[int, Meta(ge=0)] = 0
+    shift: float = 0.0
+    is_negative_exponential: bool = False
+    rows: tuple[tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]], ...] = ()
+
+
+class _Listing(Struct):
+    """What tensors.json has."""
+
+    files: list[str]
+    tensors: dict[str, _Listed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +83,13 @@ class GgufCheckpoint(Checkpoint):
         path = folder / TENSORS
         data = read_file(path, LIST_BYTES) or b""
         try:
-            listed = msgspec.json.decode(data, type=dict[str, _Listed])
-        except (msgspec.DecodeError, RecursionError):
+            listing = msgspec.json.decode(data, type=_Listing)
+            paths = [Path(listing.files[each.file]) for each in listing.tensors.values()]
+        except (msgspec.DecodeError, RecursionError, IndexError):
             raise ModelError(f"{path} is broken; remove its folder, and start again") from None
         self.entries = {
             name: BlockEntry(
-                Path(each.file),
+                file,
                 each.offset,
                 each.num_bytes,
                 DTYPES.get(TYPES[each.type].name, torch.float32),
@@ -92,7 +100,7 @@ class GgufCheckpoint(Checkpoint):
                 each.is_negative_exponential,
                 each.rows,
             )
-            for name, each in listed.items()
+            for (name, each), file in zip(listing.tensors.items(), paths, strict=True)
         }
         files = sorted({entry.file for entry in self.entries.values()})
         self._mapped = {file: _map(file) for file in files}

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..bounds import MAX_HEADS, MAX_LAYERS, MAX_SIZE
-from ..grouped_rows import Rows, count_of, grouped_rows
+from ..grouped_rows import MAX_PIECES, Rows, count_of, grouped_rows
 from ..types import ModelError
 from .architectures import (
     FLAT,
@@ -102,7 +102,7 @@ def config_of(model: Model) -> dict[str, Any]:
 def checkpoint_names(model: Model) -> dict[str, Stored]:
     """Return each tensor by its name in a safetensors checkpoint."""
     architecture, config = architecture_of(Keys(model)), config_of(model)
-    head_dim, grouped, named = config["head_dim"], _grouped(config), {}
+    head_dim, grouped, named, pieces = config["head_dim"], _grouped(config), {}, 0
     for name, in_file in model.tensors.items():
         if name in LISTS:
             continue
@@ -125,13 +125,23 @@ def checkpoint_names(model: Model) -> dict[str, Stored]:
         interleaved = head_dim if of_heads and architecture.is_interleaved else 0
         module, _, last = own.rpartition(".")
         if last in grouped:
-            divided = _ungrouped(name, tensor, grouped[last])
-            named |= {f"{module}.{each}.{kind}": stored for each, stored in divided.items()}
-            continue
-        shift = architecture.norm_shift if is_norm(name) else 0.0
-        for own_name, part in _experts(own, shaped) if "{}" in own else [(own, shaped)]:
-            named[f"{own_name}.{kind}"] = Stored(part, interleaved, shift)
+            pieces += sum(map(len, grouped[last].values()))
+            if pieces > MAX_PIECES:
+                raise ModelError(f"the rows of the GGUF file's tensors are in more than {MAX_PIECES} pieces")
+            stored = [(f"{module}.{each}", part) for each, part in _ungrouped(name, tensor, grouped[last]).items()]
+        else:
+            shift = architecture.norm_shift if is_norm(name) else 0.0
+            parts = _experts(own, shaped) if "{}" in own else [(own, shaped)]
+            stored = [(each, Stored(part, interleaved, shift)) for each, part in parts]
+        _add(named, name, {f"{each}.{kind}": part for each, part in stored})
     return named
+
+
+def _add(named: dict[str, Stored], name: str, own: Mapping[str, Stored]) -> None:
+    """Add the tensors that the file's tensor `name` holds."""
+    if own.keys() & named.keys():
+        raise ModelError(f"the GGUF file holds {name[:64]} and other tensors for the same weights")
+    named.update(own)
 
 
 def _grouped(config: Mapping[str, Any]) -> dict[str, dict[str, Rows]]:

@@ -11,12 +11,13 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..types import ModelError
 from ..user_cache import cache_root, is_private, make_private, temporary_root
-from .config import checkpoint_names, config_of
+from .config import Stored, checkpoint_names, config_of
 from .reader import PART, files_of, read
 from .tokenizer import Vocabulary
 
@@ -87,21 +88,30 @@ def temporary_folder() -> Path:
 def _files(path: Path) -> dict[str, Any]:
     """Return file name -> content of the folder."""
     model = read(path)
-    tensors = {
-        name: {
-            "file": str(tensor.file),
-            "shape": tensor.shape,
-            "type": tensor.type,
-            "offset": tensor.offset,
-            "num_bytes": tensor.num_bytes,
-            "interleaved": interleaved,
-            "shift": shift,
-            "is_negative_exponential": is_negative_exponential,
-            "rows": rows,
-        }
-        for name, (tensor, interleaved, shift, is_negative_exponential, rows) in checkpoint_names(model).items()
+    stored = checkpoint_names(model)
+    files = {file: number for number, file in enumerate(sorted({str(each.tensor.file) for each in stored.values()}))}
+    tensors = {name: _listed(each, files) for name, each in stored.items()}
+    listed = {"files": list(files), "tensors": tensors}
+    return {"config.json": config_of(model), **Vocabulary(model.metadata).files(), TENSORS: listed}
+
+
+def _listed(stored: Stored, files: Mapping[str, int]) -> dict[str, Any]:
+    """Return a tensor as GgufCheckpoint reads it: models have up to 100,000, so what is the usual is left out."""
+    tensor = stored.tensor
+    found = {
+        "file": files[str(tensor.file)],
+        "shape": tensor.shape,
+        "type": tensor.type,
+        "offset": tensor.offset,
+        "num_bytes": tensor.num_bytes,
     }
-    return {"config.json": config_of(model), **Vocabulary(model.metadata).files(), TENSORS: tensors}
+    seldom = {
+        "interleaved": stored.interleaved,
+        "shift": stored.shift,
+        "is_negative_exponential": stored.is_negative_exponential,
+        "rows": stored.rows,
+    }
+    return found | {name: value for name, value in seldom.items() if value}
 
 
 def _write(folder: Path, files: dict[str, Any]) -> None:

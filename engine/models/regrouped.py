@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..grouped_rows import Rows, count_of, grouped_rows
+from ..grouped_rows import MAX_PIECES, Rows, count_of, grouped_rows
 from ..types import ModelError
 from .states import LinearShape
 from .weights import Checkpoint, Entry
 
-SCALED_ROWS = 128  # that share a scale in fp8 checkpoints
+# Rows of the weight for one of the tensor, if it does not have as many: of packed zero points, and of the scales of
+# blocks in fp8.
+SHARED_ROWS = 8, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class RegroupedEntry(Entry):
 def regroup(checkpoint: Checkpoint, shape: LinearShape, names: Sequence[tuple[str, str]]) -> None:
     """Replace the tensors with grouped rows. `names`: see Family.renames. Raises ModelError if one has other rows."""
     grouped = grouped_rows(shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim)
+    totals = {own: sum(map(count_of, parts.values())) for own, parts in grouped.items()}
+    pieces = 0
     for name, entry in list(checkpoint.entries.items()):
         module, _, last = name.rpartition(".")
         start, _, own = module.rpartition(".")
@@ -39,16 +43,19 @@ def regroup(checkpoint: Checkpoint, shape: LinearShape, names: Sequence[tuple[st
             renamed = f"{start}.{part}.{last}"
             if renamed in checkpoint.entries:
                 raise ModelError(f"the checkpoint holds both {name} and {renamed}")
-            total = sum(map(count_of, grouped[own].values()))
-            checkpoint.entries[renamed] = _regrouped(name, entry, rows, total)
+            pieces += len(rows)
+            if pieces > MAX_PIECES:
+                raise ModelError(f"the rows of the checkpoint's tensors are in more than {MAX_PIECES} pieces")
+            checkpoint.entries[renamed] = _regrouped(name, entry, rows, totals[own])
     checkpoint.renames = tuple(names)
 
 
 def _regrouped(name: str, entry: Entry, rows: Rows, total: int) -> Entry:
-    """Return some rows of a weight of `total` rows, or the scales of these rows."""
-    if entry.shape in ((), (1,)):  # a scale of all of them
+    """Return some rows of a weight of `total` rows, or of what a quantized weight has for these rows."""
+    # A scale of all rows, and what columns have
+    if not entry.shape or entry.shape[0] == 1 or name.endswith("g_idx"):
         return entry
-    shared = next((each for each in (1, SCALED_ROWS) if entry.shape[0] * each == total), 0)
+    shared = next((each for each in (1, *SHARED_ROWS) if entry.shape[0] * each == total), 0)
     if not shared or any(first % shared or count % shared for first, count in rows):
         raise ModelError(
             f"the tensor {name} in {entry.file} has the shape {list(entry.shape)}, in which the {total} rows that are "

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from .family import MLP, ExpertKeys, Family, NormKind, ScaleKey, ScaleKeys, Stacking
 
-# Of families without such layers, too
+# These are of families without such layers as well.
 MIXTRAL_NAMES = (
     "block_sparse_moe.gate",
     "block_sparse_moe.experts.{}.w1",
@@ -107,7 +107,7 @@ STATE_FAMILIES["Qwen3_5MoeForCausalLM"] = replace(
         shared_gate="mlp.shared_expert_gate",
     ),
 )
-# Qwen3-Next is older. The rows of the projections before its linear attention are grouped by key head.
+# Qwen3-Next came before Qwen3.5. The rows of the projections before its linear attention are grouped by key head.
 STATE_FAMILIES["Qwen3NextForCausalLM"] = replace(
     STATE_FAMILIES["Qwen3_5ForCausalLM"],
     kv_heads=2,

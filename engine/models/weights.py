@@ -180,9 +180,11 @@ class Checkpoint:
         entry = self.entries[name]
         found = torch.empty(min(count, entry.shape[0]), *entry.shape[1:], dtype=entry.dtype)
         with self.reading():
-            read_into(
-                self._descriptor(entry.file), replace(entry, num_bytes=found.nbytes), found, lambda num_bytes: None
-            )
+            left = found
+            for piece in entry.pieces:
+                part, left = left[: piece.shape[0]], left[piece.shape[0] :]
+                own = replace(piece, num_bytes=part.nbytes)
+                read_into(self._descriptor(piece.file), own, part, lambda num_bytes: None)
         return found
 
     def stored(self, names: Sequence[str], dtype: torch.dtype) -> Sources:
@@ -227,6 +229,9 @@ class Checkpoint:
         a, b = self.entries[one], self.entries[other]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
+        if len(a.pieces) > 1 or len(b.pieces) > 1:
+            found = [self.rows(name, a.shape[0]).view(torch.uint8) for name in (one, other)]
+            return torch.equal(*found)
         buffers = bytearray(min(PIECE_BYTES, a.num_bytes)), bytearray(min(PIECE_BYTES, a.num_bytes))
         for start in range(0, a.num_bytes, PIECE_BYTES):
             left, right = (memoryview(buffer)[: a.num_bytes - start] for buffer in buffers)

@@ -15,6 +15,8 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as ValueType
 
 from engine import EngineConfig, ModelError, plan, roofline
+from engine.gguf import config as gguf_config
+from engine.gguf.checkpoint import GgufCheckpoint
 from engine.gguf.folder import folder_of
 from engine.hub import fetch
 from engine.kernels.blocks import Blocks
@@ -718,6 +720,30 @@ def test_vectors_in_blocks_get_a_sentence(tmp_path, monkeypatch):
         folder_of(path)
 
 
+def test_a_file_of_qwen3_next_in_too_many_pieces_gets_a_sentence(tmp_path, monkeypatch):
+    path = write(made("qwen3_next", tmp_path / "model"), tmp_path / "model.gguf", "qwen3_next")
+    monkeypatch.setattr(gguf_config, "MAX_PIECES", 3)
+    with pytest.raises(ModelError, match="tensors are in more than 3 pieces"):
+        folder_of(path)
+
+
+@pytest.mark.parametrize(
+    "after, named", [("blk.0.attn_gate", "blk.0.ssm_in"), ("token_embd", "blk.0.attn_(qkv|gate)")]
+)  # fmt: skip
+def test_a_file_of_qwen3_next_with_both_kinds_of_tensors_gets_a_sentence(tmp_path, monkeypatch, after, named):
+    plain = gguf.GGUFWriter.add_tensor
+
+    def add_tensor(writer, name, numbers, **kind):
+        plain(writer, name, numbers, **kind)
+        if name == f"{after}.weight":
+            plain(writer, "blk.0.ssm_in.weight", np.zeros((192, 64), np.float32))
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_tensor)
+    path = write(made("qwen3_next", tmp_path / "model"), tmp_path / "model.gguf", "qwen3_next")
+    with pytest.raises(ModelError, match=f"holds {named}.weight and other tensors for the same weights"):
+        folder_of(path)
+
+
 def test_norms_of_mamba_may_be_vectors(tmp_path, monkeypatch):
     """llama-quantize writes them so if there is one group of states."""
     plain = gguf.GGUFWriter.add_tensor
@@ -730,10 +756,10 @@ def test_norms_of_mamba_may_be_vectors(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_tensor)
     vectors = write(folder, tmp_path / "vectors.gguf", "granitemoehybrid-mamba")
     shapes = [
-        {name: each["shape"] for name, each in json.loads((folder_of(path) / "tensors.json").read_text()).items()}
+        {name: entry.shape for name, entry in GgufCheckpoint(folder_of(path)).entries.items()}
         for path in (matrices, vectors)
     ]
-    assert shapes[0] == shapes[1] and shapes[0]["model.layers.0.mamba.norm.weight"] == [128]
+    assert shapes[0] == shapes[1] and shapes[0]["model.layers.0.mamba.norm.weight"] == (128,)
 
 
 def test_a_model_that_attends_to_later_tokens_gets_a_sentence(tmp_path):

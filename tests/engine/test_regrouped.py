@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, ModelError, models
 from engine.kernels.matmul import Stored
+from engine.models import regrouped
+from engine.models.weights import Checkpoint
 from tests.engine.test_exact import serve
 from tests.engine.test_kernels import needs_library
 from tests.engine.test_quantized import error, load, refused
@@ -25,6 +28,7 @@ KINDS = {
     "ct-fp8-block": fp8("block", "compressed-tensors"),
     "w8a8": int_quantized(),
     "w4a16": pack_quantized(4, 32, packed="Q4_0"),
+    "w4a16-zeros": pack_quantized(4, 32, symmetric=False, packed="Q4_Z"),
 }
 WIDE = {
     "head_dim": 64,
@@ -92,18 +96,48 @@ def test_the_packed_rows_are_those_of_the_checkpoint(tmp_path, dtype):
     assert torch.equal(layer.mixer.gates.rows(torch.arange(8)), torch.cat([b, a]).to(dtype))
 
 
-def test_hashes_tell_checkpoints_with_other_rows_apart(tmp_path):
+def test_the_hash_depends_on_the_last_row_of_each_piece(tmp_path):
     folder = make("qwen3_next", tmp_path, dtype=torch.bfloat16)
+    path = folder / "model.safetensors"
 
-    def found() -> str:
-        return models.examine(folder, EngineConfig(model=str(folder)))[1].weights_hash
+    def examined() -> Checkpoint:
+        return models.examine(folder, EngineConfig(model=str(folder)))[1]
 
-    before = found()
-    assert found() == before
-    tensors = load_file(folder / "model.safetensors")
-    tensors[GROUPED][-1] += 1
-    save_file(tensors, folder / "model.safetensors")
-    assert found() != before
+    before = examined().weights_hash
+    pieces = examined().entries[GROUPED.replace("qkvz", "z")].pieces
+    assert len(pieces) == 2
+    for piece in pieces:
+        data = bytearray(path.read_bytes())
+        data[piece.offset + piece.num_bytes - 1] ^= 1
+        path.write_bytes(data)
+        after = examined().weights_hash
+        assert after != before
+        before = after
+
+
+def test_rows_and_comparisons_are_of_all_pieces(tmp_path):
+    folder = make("qwen3_next", tmp_path, dtype=torch.bfloat16)
+    _, checkpoint = models.examine(folder, EngineConfig(model=str(folder)))
+    z, b = GROUPED.replace("qkvz", "z"), GROUPED.replace("qkvz", "b")
+    assert torch.equal(checkpoint.rows(z, 100), separated(folder)[z])
+    assert torch.equal(checkpoint.rows(z, 40), separated(folder)[z][:40])
+    assert checkpoint.equal(z, z) and not checkpoint.equal(z, b)
+    piece = checkpoint.entries[z].pieces[-1]
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[piece.offset + piece.num_bytes - 1] ^= 1
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/model.safetensors").write_bytes(data)
+    other = [replace(each, file=tmp_path / "other/model.safetensors") for each in checkpoint.entries[z].pieces]
+    checkpoint.entries["other"] = replace(checkpoint.entries[z], parts=tuple(other))
+    assert not checkpoint.equal(z, "other")
+    checkpoint.close()
+
+
+def test_tensors_in_too_many_pieces_get_a_sentence(tmp_path, monkeypatch):
+    folder = make("qwen3_next", tmp_path)
+    monkeypatch.setattr(regrouped, "MAX_PIECES", 5)
+    with pytest.raises(ModelError, match="tensors are in more than 5 pieces"):
+        models.examine(folder, EngineConfig(model=str(folder)))
 
 
 @needs_library
@@ -139,8 +173,7 @@ def test_modules_that_are_not_quantized_have_the_names_of_the_checkpoint(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"), [(fp8("block"), {"linear_key_head_dim": 64}), (gptq(size=128), {}),
-                          (pack_quantized(4, 32, symmetric=False, packed="Q4_Z"), {})]
+    ("kind", "changes"), [(fp8("block"), {"linear_key_head_dim": 64}), (gptq(size=128), {})]
 )  # fmt: skip
 def test_rows_that_cannot_be_separated_get_a_sentence(tmp_path, kind: Kind, changes):
     write(tmp_path, kind, name="qwen3_next", plain=is_small, **WIDE | changes)
