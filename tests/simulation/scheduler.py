@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -301,8 +302,14 @@ def check_batch(
     assert len(running) <= scheduler.limits.max_seqs or running <= runs, "somebody was admitted above the limit"
     if scheduler.config.policy != "prefill-first":
         assert running - done == set(ids), "a running sequence was left out of a step"
-    if preempted:
+    # Who gives way to another flow lets it start; whose blocks were needed must not be passed.
+    gone = [scheduler.by_id[seq_id] for seq_id in runs - running if seq_id in scheduler.by_id]
+    if preempted and not all(seq.gave_way for seq in gone):
         assert running <= runs, "somebody was admitted in a step that preempted"
+    ran = Counter(scheduler.by_id[seq_id].flow for seq_id in runs if seq_id in scheduler.by_id)
+    for seq in gone:
+        if preempted and seq.gave_way:
+            assert ran[seq.flow] > 1 or seq.passed, "the only sequence of a flow gave way"
     if scheduler.config.policy == "static":
         assert running <= batched, "a static batch was joined"
 
@@ -376,6 +383,9 @@ class Episode:
         self.runner = FakeRunner(self.config.block_size, self.rng, self.groups, self.states)
         self.prefixes = [[self.rng.randrange(VOCAB) for _ in range(self.scheduler.max_len)] for _ in range(3)]
         rate = self.rng.choice((0.02, 0.1, 0.3, 0.8))
+        # With a generator of their own, so that the requests are those of one flow.
+        self.of_flows = random.Random(f"{self.seed} flows")
+        self.flows = self.of_flows.choice(("a", "ab", "abcd"))
         patience = 0
         while self.steps < max_steps or not self.scheduler.is_idle or self.flight:
             self.clock.now += 0.01
@@ -417,6 +427,8 @@ class Episode:
             ),
             priority=rng.randint(0, 2),
             cache_salt=rng.choice(("", "", "other")),
+            flow=self.of_flows.choice(self.flows),
+            weight=self.of_flows.choice((1.0, 1.0, 2.0)),
         )
         if rng.random() < 0.1 and pooling is None:  # handed over part-way, as after an engine's death
             output, _ = alone(request, max_len)
@@ -427,6 +439,8 @@ class Episode:
                 output_ids=tuple(output[: rng.randint(0, len(output) - 1)]),
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                flow=request.flow,
+                weight=request.weight,
             )
         tokens = [*request.prompt_ids, *request.output_ids]
         if request.params.grammar and request.params.prompt_logprobs is not None:  # as a matcher has it: no jumps
