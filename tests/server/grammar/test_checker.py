@@ -112,7 +112,8 @@ async def test_quick_grammars_do_not_wait_for_slow_ones(gate):
     own = asyncio.create_task(check("own", "regex", "[a-z]*", "attacker"))
     await asyncio.gather(mine, own)
     assert order[0] == "mine", "other callers take turns with one that sends many"
-    assert len(order) <= 5, "a caller's own quick grammar does not wait for all of its slow ones"
+    # Nor does a caller's own quick grammar wait for all of its slow ones: each of them is first checked as a quick one.
+    assert "bomb 9" not in order
     for bomb in bombs:
         bomb.cancel()
     await asyncio.gather(*bombs, return_exceptions=True)
