@@ -61,9 +61,9 @@ def whole_prompt_hit(patch):
 def preempted_keeps_progress(patch):
     preempt = scheduler.Scheduler._preempt
 
-    def keep(self, seq):
+    def keep(self, seq, **reason):
         computed = seq.num_computed
-        preempt(self, seq)
+        preempt(self, seq, **reason)
         seq.num_computed = computed
 
     patch.setattr(scheduler.Scheduler, "_preempt", keep)
