@@ -18,6 +18,7 @@ from .family import (
     Stacking,
 )
 from .state_families import (
+    EXPERT_NAMES,
     GRANITE_EXPERTS,
     GRANITE_SCALES,
     MIXTRAL_NAMES,
@@ -242,7 +243,7 @@ FAMILIES = {
         max_positions=4096,
         norm_eps=1e-5,
         experts=ExpertKeys(
-            ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+            EXPERT_NAMES,
             inner="intermediate_size",
         ),
     ),
@@ -250,9 +251,7 @@ FAMILIES = {
         qk_norm="head",
         kv_heads=4,
         max_positions=32768,
-        experts=ExpertKeys(
-            ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
-        ),
+        experts=ExpertKeys(EXPERT_NAMES),
     ),
     "Qwen2MoeForCausalLM": Family(
         qkv_bias=True,
@@ -260,7 +259,7 @@ FAMILIES = {
         kv_heads=16,
         max_positions=32768,
         experts=ExpertKeys(
-            ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+            EXPERT_NAMES,
             shared=SHARED_EXPERT,
             shared_inner="shared_expert_intermediate_size",
             shared_gate="mlp.shared_expert_gate",
@@ -285,7 +284,7 @@ FAMILIES = {
         norm_eps=1e-5,
         rotated_part=0.5,
         experts=ExpertKeys(
-            ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+            EXPERT_NAMES,
             normalizes=True,
             has_sigmoids=True,
             shared=SHARED_EXPERTS,

@@ -13,6 +13,7 @@ MIXTRAL_NAMES = (
     "block_sparse_moe.experts.{}.w3",
     "block_sparse_moe.experts.{}.w2",
 )
+EXPERT_NAMES = ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
 SHARED_EXPERT = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
 SHARED_EXPERTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj")
 GRANITE_SCALES = ScaleKeys(
@@ -99,7 +100,7 @@ STATE_FAMILIES["Qwen3_5MoeForCausalLM"] = replace(
     kv_heads=2,
     inner="shared_expert_intermediate_size",  # no layer has an MLP alone
     experts=ExpertKeys(
-        ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        EXPERT_NAMES,
         stacking=Stacking(divided="gate_up_proj"),
         is_normalized=True,
         shared=SHARED_EXPERT,
@@ -119,7 +120,7 @@ STATE_FAMILIES["Qwen3NextForCausalLM"] = replace(
     ),
     regroups=True,
     experts=ExpertKeys(
-        ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        EXPERT_NAMES,
         normalizes=True,
         shared=SHARED_EXPERT,
         shared_inner="shared_expert_intermediate_size",
@@ -131,7 +132,7 @@ STATE_FAMILIES["Lfm2MoeForCausalLM"] = replace(
     adjusts_inner=False,
     only=(("use_expert_bias", True),),
     experts=ExpertKeys(
-        ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        EXPERT_NAMES,
         normalizes=True,
         epsilon=1e-6,
         has_sigmoids=True,
