@@ -17,7 +17,7 @@ from torch import Tensor
 from .attention import AttentionLayer, AttentionMeta
 from .attention.backend import LayerCache
 from .attention.gpu_plan import FEW_ROWS
-from .attention.paged_gpu import PagedGPU, is_interpreted, limitation
+from .attention.paged_gpu import PagedGPU, Rotation, is_interpreted, limitation
 from .config import EngineConfig
 from .kernels.launching import META, Compiling, Job
 from .models import ModelSpec, gpu_experts, invariance, on_gpu, skinny
@@ -25,6 +25,8 @@ from .models.decoder_layer import Layer
 from .models.experts import Experts
 from .models.family import BEFORE
 from .models.gpu_coded import CodedRows
+from .models.gpu_heads import MANY_TOKENS
+from .models.gpu_latent import GPULatent
 from .models.gpu_layers import add, gate_heads
 from .models.layer_inputs import LayerInputs
 from .models.layers import InFile, Linear
@@ -108,13 +110,17 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
         Layer(index, spec, decoder, META, cache=caches[index], is_shared=False) for index in sorted(kinds.values())
     ]
     for each in layers:
-        if each.mixer is None:
+        if each.latent is not None:
+            for tokens in (FEW, MANY_TOKENS):
+                yield partial(_attend_to_latents, each, spec, config.block_size, tokens)
+        elif each.mixer is None:
             yield partial(_rotate_store, each, spec, config.block_size)
     if decoder.gates_attention:
         for attention in dict.fromkeys(spec.layers):
             yield partial(_gate_heads, attention, spec.dtype)
     layer = next(each for each in layers if each.mixer is None)  # all have the same norms
-    attention_norm, mlp_norm, of_input = layer.attention_norm, layer.mlp_norm, layer.input
+    attention_norm, of_input = layer.attention_norm, layer.input
+    mlp_norm = next((each.mlp_norm for each in layers if each.mlp_norm is not None), None)  # some have no MLP
 
     x = _numbers(FEW, layer.qkv)
     last = make_norm(decoder.hidden_size, decoder.norm_eps, spec.dtype, META, decoder.norm)
@@ -144,7 +150,9 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
     if config.batch_invariant:
         wide = [head, *(mixture.router for mixture in experts)]
         plain = [] if spec.on_gpu else layers
-        small += [] if spec.on_gpu else [linear for mixture in experts for linear in mixture.shared or ()]
+        if not spec.on_gpu:
+            small += [linear for mixture in experts for linear in mixture.shared or ()]
+            small += [each.latent.queries for each in layers[:1] if each.latent is not None and each.latent.queries]
         for linear in (*wide, *small, *(linear for each in plain for linear in each.linears)):
             linear.unify(uniforms)
         choices = invariance.choices(spec)
@@ -257,13 +265,28 @@ def _rotate_store(layer: Layer, spec: ModelSpec, block_size: int) -> None:
     cache = _cache(backend, spec.layers[layer.cache], spec, block_size)
     plan = backend.plan(AttentionMeta.of([([1], 0, FEW)], block_size, META))
     qkv = torch.empty(FEW, len(layer.qkv.weight), dtype=spec.dtype, device=META)
-    rotation = None
-    if turn >= 0:
-        rotary = Rotary(spec.decoder.ropes[turn], spec.serve_len, spec.dtype, META)
-        positions = torch.empty(FEW, dtype=torch.int64, device=META)
-        rotation = on_gpu.rotation_of(rotary, spec.decoder, positions, block_size)
-    gated = layer.spec.gates_attention
+    rotation, gated = _rotation(turn, spec, FEW), layer.spec.gates_attention
     backend.rotate_store(cache, qkv, rotation, on_gpu.head_norms(layer), plan, gated=gated)
+
+
+def _attend_to_latents(layer: Layer, spec: ModelSpec, block_size: int, tokens: int) -> None:
+    assert layer.latent is not None
+    backend = PagedGPU()
+    cache = _cache(backend, spec.layers[layer.cache], spec, block_size)
+    plan = backend.plan(AttentionMeta.of([(range(-(-tokens // block_size)), 0, tokens)], block_size, META))
+    projected = torch.empty(tokens, len(layer.qkv.weight), dtype=spec.dtype, device=META)
+    rotation = _rotation(layer.turn, spec, tokens)
+    GPULatent(layer.latent, spec.dtype).attend(projected, rotation, backend, cache, plan)
+
+
+def _rotation(turn: int, spec: ModelSpec, tokens: int) -> Rotation | None:
+    """Return the rotary embedding of a layer with this `turn` on META."""
+    assert spec.decoder is not None
+    if turn < 0:
+        return None
+    rotary = Rotary(spec.decoder.ropes[turn], spec.serve_len, spec.dtype, META)
+    positions = torch.empty(tokens, dtype=torch.int64, device=META)
+    return on_gpu.rotation_of(rotary, spec.decoder, positions, tokens)
 
 
 def _gate_heads(layer: AttentionLayer, dtype: torch.dtype) -> None:

@@ -164,6 +164,8 @@ def _token_bytes(spec: ModelSpec) -> int:
         shared = [shape for shape in decoder.shapes if shape.shares is not None]
         inner, own = max([inner, *(shape.inner for shape in shared)]), 2 * widest.numbers if shared else 0
         own += 3 * len(decoder.shapes) * decoder.inputs.size if decoder.inputs is not None else 0
+        # Of latent attention the queries before they are multiplied, and what is multiplied after it.
+        own += max((shape.latent.queries + shape.latent.seen for shape in decoder.shapes if shape.latent), default=0)
     # Residual, norm, output, and the norm's float32 copy; queries and attention's output; gate, up and their product.
     token = size * (4 * hidden + 2 * queries + widest.numbers + 3 * inner + own) + 4 * hidden
     if decoder is not None and (experts := decoder.experts) is not None:

@@ -171,6 +171,62 @@ GLM4_MOE = {
     "pad_token_id": None,
 }
 GLM4 = {"pad_token_id": None, "attention_bias": False, "partial_rotary_factor": 1.0}
+ERNIE_MOE = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "pad_token_id": None}
+NEMOTRON_H = {
+    "head_dim": 16,
+    "num_hidden_layers": None,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 24,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 16,
+    "time_step_min": 1e-9,  # transformers' lower limit of the time steps of prompts, which NVIDIA's code does not have
+}
+NEMOTRON_H_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "routed_scaling_factor": 2.5,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+LATENT_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "pad_token_id": None,
+}
+LATENT_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.8,
+}
+HUNYUAN_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+MINIMAX = {"head_dim": 16, "intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 3}
+DOTS1 = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "head_dim": 16,
+}
+SOLAR = {**HEAD, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+EXAONE_MOE = {**EXAONE4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 # name -> (transformers model type, settings)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", BASE),
@@ -499,6 +555,99 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "deepseek_v2": ("deepseek_v2", {**BASE, **LATENT, **LATENT_EXPERTS, "q_lora_rank": None}),
+    "deepseek_v3": ("deepseek_v3", {**BASE, **LATENT, **LATENT_EXPERTS, "norm_topk_prob": False}),
+    "deepseek_v3-groups": (
+        "deepseek_v3",
+        {**BASE, **LATENT, **LATENT_EXPERTS, "n_group": 4, "topk_group": 2, "rope_parameters": LATENT_ROPE},
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {
+            **BASE,
+            **LATENT,
+            **LATENT_EXPERTS,
+            "rope_interleave": False,
+            "rope_parameters": LATENT_ROPE | {"mscale": 1.0},
+        },
+    ),
+    "youtu": ("youtu", {**BASE, **LATENT, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2}),
+    "ernie4_5_moe": ("ernie4_5_moe", {**BASE, **ERNIE_MOE}),
+    "ernie4_5_moe-sparse": (
+        "ernie4_5_moe",
+        {
+            **BASE,
+            **ERNIE_MOE,
+            "num_hidden_layers": 5,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 2,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {**BASE, "head_dim": 32, "tie_word_embeddings": True, "rope_parameters": HUNYUAN_ROPE},
+    ),
+    "hunyuan_v1_dense-bias": ("hunyuan_v1_dense", {**BASE, **HEAD, "attention_bias": True}),
+    "minimax_m2": ("minimax_m2", {**BASE, **MINIMAX, "rotary_dim": 8}),
+    "minimax_m2-whole": ("minimax_m2", {**BASE, **MINIMAX, "head_dim": 32, "num_experts_per_tok": 1}),
+    "glm": ("glm", {**BASE, **HEAD, "pad_token_id": None}),
+    "glm-whole": ("glm", {**BASE, **HEAD, **GLM4}),
+    "granitemoeshared": ("granitemoeshared", {**BASE, **GRANITE_MOE, "shared_intermediate_size": 96}),
+    "gemma": ("gemma", {**BASE, **HEAD}),
+    "internlm3": ("internlm3", {**BASE, "head_dim": 32, "rope_parameters": {**ROPES["linear"], "rope_theta": 5e7}}),
+    "internlm3-bias": ("internlm3", {**BASE, **HEAD, "attention_bias": True, "mlp_bias": True}),
+    "helium": ("helium", {**BASE, **HEAD}),
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe",
+        {**BASE, **HEAD, "num_experts": 8, "moe_topk": [3, 3, 3], "tie_word_embeddings": True},
+    ),
+    "solar_open": ("solar_open", {**BASE, **SOLAR, "n_group": 2, "topk_group": 1}),
+    "solar_open-bias": ("solar_open", {**BASE, **SOLAR, "attention_bias": True, "norm_topk_prob": False}),
+    "exaone_moe": ("exaone_moe", {**BASE, **EXAONE_MOE}),
+    "exaone_moe-listed": (
+        "exaone_moe",
+        {
+            **BASE,
+            **EXAONE_MOE,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"],
+            "num_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "gemma-uneven": ("gemma", {**BASE, "head_dim": 32, "hidden_size": 80, "num_key_value_heads": 1}),
+    "dots1": ("dots1", {**BASE, **DOTS1, "norm_topk_prob": True, "sliding_window": None}),
+    "dots1-window": (
+        "dots1",
+        {
+            **BASE,
+            **DOTS1,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "nemotron_h": ("nemotron_h", {**BASE, **NEMOTRON_H, "hybrid_override_pattern": "M-MM-*-M*-"}),
+    "nemotron_h-experts": (
+        "nemotron_h",
+        {
+            **BASE,
+            **NEMOTRON_H,
+            **NEMOTRON_H_MOE,
+            "hybrid_override_pattern": "MEM*EM-",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 4,
+            "conv_kernel": 3,
+            "use_conv_bias": False,
+            "use_bias": True,
+        },
+    ),
 }
 NATIVE = [name for name, (kind, _) in MODELS.items() if kind in MODEL_TYPES]
 PARTS = (
@@ -538,7 +687,24 @@ FLOAT32_ONLY = (
     "granitemoehybrid-experts",
     "granitemoehybrid-nope",
     "qwen3_next",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v3-groups",
+    "glm4_moe_lite",
     "qwen3_next-listed",
+    "ernie4_5_moe",
+    "ernie4_5_moe-sparse",
+    "minimax_m2",
+    "minimax_m2-whole",
+    "granitemoeshared",
+    "hunyuan_v1_moe",
+    "solar_open",
+    "solar_open-bias",
+    "exaone_moe",
+    "exaone_moe-listed",
+    "dots1",
+    "dots1-window",
+    "nemotron_h-experts",
 )  # transformers' grouped products of experts refuse float64
 
 

@@ -88,6 +88,7 @@ class Plan:
             heads=layer.num_heads,
             kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
+            v_head_dim=layer.v_head_dim,
             block_size=cache.block_size,
             block_bytes=block_bytes,
             q_token=strides[0],
@@ -103,7 +104,7 @@ class Plan:
 
 
 class Paged:
-    """Attention by the kernel: for float32 and bfloat16, caches in these dtypes or int8, and keys as long as values.
+    """Attention by the kernel: for float32 and bfloat16, and caches in these dtypes or int8.
 
     Several threads may call it at once if each has its own caches.
     """
@@ -138,8 +139,6 @@ class Paged:
             return f"it computes in {' and '.join(DTYPES.values())}, not in {str(dtype).removeprefix('torch.')}"
         if cache_dtype not in (dtype, torch.int8):
             return f"it has no cache in {str(cache_dtype).removeprefix('torch.')} (`kv_dtype=int8` is as small)"
-        if uneven := next((layer for layer in layers if layer.head_dim != layer.v_head_dim), None):
-            return f"it needs keys as long as values, and these have {uneven.head_dim} and {uneven.v_head_dim} numbers"
         try:
             variant(isa)
         except ConfigError as error:
@@ -163,7 +162,7 @@ class Paged:
             shared = min(tokens * layer.num_heads + tasks * (ROUNDED - 1), tasks * of_task) * splits
             # Queries with up to eight bytes per number, two sums for each, and a tile of keys and of values.
             own = threads * (4 * of_task + 2 * TILE)
-            return (shared + own) * (layer.head_dim + SUM_PADDING) * 4
+            return (shared + own) * (max(layer.head_dim, layer.v_head_dim) + SUM_PADDING) * 4
 
         return max(map(of, layers))
 
@@ -181,7 +180,7 @@ class Paged:
         *,
         sinks: Tensor | None = None,
     ) -> LayerCache:
-        if dtype not in (*DTYPES, torch.int8) or device.type != "cpu" or layer.head_dim != layer.v_head_dim:
+        if dtype not in (*DTYPES, torch.int8) or device.type != "cpu":
             raise ValueError(f"no cache of {layer} in {dtype} on {device}")
         if layer.num_heads % layer.num_kv_heads or (sinks is not None and sinks.shape != (layer.num_heads,)):
             raise ValueError(f"the numbers of heads of {layer} do not fit each other")
@@ -197,15 +196,16 @@ class Paged:
 
     def attend(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         layer, tensor, sinks = cache.layer, cache.tensor, cache.sinks
-        kv_shape = (plan.tokens, layer.num_kv_heads, layer.head_dim)
-        if q.shape != (plan.tokens, layer.num_heads, layer.head_dim) or k.shape != kv_shape or v.shape != kv_shape:
+        tokens, kv_heads, dim = plan.tokens, layer.num_kv_heads, layer.head_dim
+        of_q, of_k, of_v = (tokens, layer.num_heads, dim), (tokens, kv_heads, dim), (tokens, kv_heads, layer.v_head_dim)
+        if (q.shape, k.shape, v.shape) != (of_q, of_k, of_v):
             shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
             raise ValueError(f"q, k and v of {shapes} do not fit {layer} and a step of {plan.tokens} tokens")
         function = self._attend.get((q.dtype, tensor.dtype))
         if function is None or not q.dtype == k.dtype == v.dtype:
             raise ValueError(f"{q.dtype}, {k.dtype} and {v.dtype} for a cache of {tensor.dtype}")
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty(tokens, layer.num_heads, layer.v_head_dim, dtype=q.dtype)
         failed = function(
             plan.call(cache, (*_strides(q), *_strides(k), *_strides(v))),
             q.data_ptr(),

@@ -14,6 +14,9 @@ from .layer import LARGEST, AttentionLayer
 
 LINE = 64  # numbers of 16 bits in a line of a GPU's cache
 MOST_NEAR = 32  # tokens of a block: `attend` brings eight blocks to the cache, if a part has as many
+# Numbers of the widest tile of keys or values, and of a second one, which keys may have: those of multi-head latent
+# attention have 512 + 64 numbers.
+WIDEST, WIDEST_REST = 512, 64
 
 
 BRANCH, LOOP = 1, 2  # see Shape
@@ -28,6 +31,7 @@ class Shape(NamedTuple):
     is_early: bool = False  # keys and values are prefetched before the preceding kernel has ended
     # With BRANCH or LOOP the keys that all queries see are not masked: a branch decides, or they have a loop.
     skips: int = 0
+    sharing: int = 1  # programs that share a KV head, each with as many of its query heads
 
 
 class GPUCache(LayerCache):
@@ -75,10 +79,10 @@ def attend_constants(
     """Return the constants of the kernel `attend`, except WIDEN and `dependence`."""
     block_size, split, has_sinks = cached
     return {
-        "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "V_DIM": layer.v_head_dim,
-        "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": block_size,
-        "PARTED": split, "SINKS": has_sinks, "QUERIES": queries, "ROWS": tile_rows(layer, queries), "TILE": shape.keys,
-        "UNIFORM": uniform, "SKIP": shape.skips, "WINDOW": layer.window or 0,
+        "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "SHARING": shape.sharing, **tile_widths(layer),
+        "BLOCK": block_size, "PARTED": split, "SINKS": has_sinks, "QUERIES": queries,
+        "ROWS": tile_rows(layer, queries, shape.sharing), "TILE": shape.keys, "UNIFORM": uniform, "SKIP": shape.skips,
+        "WINDOW": layer.window or 0,
         "SOFTCAP": layer.softcap is not None, "SCALED": is_scaled,
         "NEAR": near_lines(layer, block_size) if shape.is_early and not is_scaled else 0,
         "num_warps": shape.warps, "num_stages": shape.stages,
@@ -94,9 +98,19 @@ def near_lines(layer: AttentionLayer, block_size: int) -> int:
     return power_of_two(-(-block_size * (layer.head_dim + layer.v_head_dim) // LINE))
 
 
-def tile_rows(layer: AttentionLayer, queries: int) -> int:
-    """Return the height of the tile of this many queries: a power of two, at least what a product of tiles needs."""
-    return padded(queries * layer.num_heads // layer.num_kv_heads)
+def tile_widths(layer: AttentionLayer) -> dict[str, int]:
+    """Return the constants of `attend` for the numbers of a head: of a key in one tile, or in two; and of a value."""
+    dim, rest = layer.head_dim, max(0, layer.head_dim - WIDEST)
+    return {
+        "DIM": dim, "V_DIM": layer.v_head_dim, "DIM_P": padded(min(dim, WIDEST)), "REST": padded(rest) if rest else 0,
+        "V_DIM_P": padded(layer.v_head_dim),
+    }  # fmt: skip
+
+
+def tile_rows(layer: AttentionLayer, queries: int, sharing: int = 1) -> int:
+    """Return the height of the tile of this many queries: a power of two, at least what a product of tiles needs.
+    `sharing`: see Shape."""
+    return padded(queries * -(-layer.num_heads // layer.num_kv_heads // sharing))
 
 
 def padded(dim: int) -> int:

@@ -7,19 +7,23 @@ import functools
 
 import torch
 
-from .gpu_cache import BRANCH, LOOP, Shape, padded, tile_rows
+from .gpu_cache import BRANCH, LOOP, WIDEST, Shape, padded, tile_rows
 from .gpu_plan import FEW_ROWS
 from .layer import AttentionLayer
 
 # The largest heads of each breadth, in numbers: the larger, the fewer queries and keys fit into registers at a time.
-WIDTHS = 128, 256, 512
+# Keys of the last breadth may have a rest, see tile_widths.
+WIDTHS = 128, 256, WIDEST
 # By breadth, queries times the heads that share a KV head, in an item of a longer row: of GPUs with large memory and of
 # others, see `has_large_memory`; in float32, whose products run without matrix units; and where rows of one query have
 # them, too, so that two sets of sums are held.
 TILE_ROWS, SMALL_TILE_ROWS = (128, 128, 64), (128, 64, 32)
 FLOAT32_TILE_ROWS = 32, 32, 16
 UNIFORM_TILE_ROWS = 64, 32, 16
-MAX_GROUP = 128, 128, 16  # query heads per KV head, by breadth
+# The same of a program, several of which may share a KV head of the last breadth: of keys with a rest, of rows of one
+# query, and where registers would spill.
+SHARED_TILE_ROWS, FEWEST_TILE_ROWS = 32, 16
+MAX_GROUP = 128  # query heads per KV head
 SHORT_ROWS, HOPPER = 16, 9  # see `is_short`; the major number of the capability
 
 # Of rows of one query, which take the time in which their keys and values are read. With few rows a program reads much
@@ -36,13 +40,33 @@ def breadth(layer: AttentionLayer) -> int:
 def queries_of(layer: AttentionLayer, dtype: torch.dtype, *, uniform: bool = False, is_large: bool) -> int:
     """Return the number of queries in a work item of a longer row. `uniform`: see PagedGPU.invariant. `is_large`: see
     `has_large_memory`."""
+    rows = _most_rows(layer, dtype, uniform=uniform, is_large=is_large)
+    queries = max(1, rows * layer.num_kv_heads // layer.num_heads)
+    # With the fewest rows each of the programs that share a KV head has at least one of its query heads.
+    return min(queries, FEWEST_TILE_ROWS) if layer.head_dim > WIDEST else queries
+
+
+def _most_rows(layer: AttentionLayer, dtype: torch.dtype, *, uniform: bool, is_large: bool) -> int:
+    """Return the largest height of a tile of a longer row; a single query may have more heads, see `_sharing`."""
     kind = breadth(layer)
     # With a cache that has scales, float16 takes a second set of sums, see _tile in kernels/gpu/attention.py.
     is_large = is_large and not (dtype == torch.float16 and kind)
     rows = (FLOAT32_TILE_ROWS if dtype == torch.float32 else TILE_ROWS if is_large else SMALL_TILE_ROWS)[kind]
-    if uniform:
-        rows = min(rows, UNIFORM_TILE_ROWS[kind])
-    return max(1, rows * layer.num_kv_heads // layer.num_heads)
+    return min(rows, UNIFORM_TILE_ROWS[kind]) if uniform else rows
+
+
+def _sharing(
+    layer: AttentionLayer, dtype: torch.dtype, queries: int, *, uniform: bool, is_scaled: bool, is_large: bool
+) -> int:
+    """Return the number of programs that share a KV head, see Shape; query heads of other breadths all fit into one."""
+    if breadth(layer) < 2:
+        return 1
+    rows = _most_rows(layer, dtype, uniform=uniform, is_large=is_large)
+    if queries == 1 or layer.head_dim > WIDEST:
+        rows = min(rows, SHARED_TILE_ROWS)
+    if is_scaled and (queries == 1 or (layer.head_dim > WIDEST and dtype == torch.float16)):
+        rows = FEWEST_TILE_ROWS
+    return -(-layer.num_heads // layer.num_kv_heads // (rows // queries))
 
 
 @functools.cache
@@ -80,7 +104,8 @@ def attend_shape(
 
     Without measurements these are the most keys, the fewest warps and the most stages whose registers do not spill.
     """
-    kind, rows = breadth(layer), tile_rows(layer, queries)
+    sharing = _sharing(layer, dtype, queries, uniform=uniform, is_scaled=is_scaled, is_large=is_large)
+    kind, rows = breadth(layer), tile_rows(layer, queries, sharing)
     if is_large and not (uniform or kind or dtype == torch.float32):
         if queries == 1 and rows <= 16 and (not is_scaled or layer.head_dim == layer.v_head_dim == WIDTHS[0]):
             return FEW if tokens <= FEW_ROWS else MANY
@@ -91,7 +116,7 @@ def attend_shape(
     if dtype == torch.float32 or kind > 1:
         keys = 16 if kind else 32
     if uniform and queries == 1 and _fits_short(layer, dtype, is_scaled=is_scaled):  # see is_short
-        return Shape(keys, 8 if kind > 1 else 4 if kind or tokens <= FEW_ROWS else 2, 3)
+        return Shape(keys, 8 if kind > 1 else 4 if kind or tokens <= FEW_ROWS else 2, 3, sharing=sharing)
     warps = 8 if queries > 1 or rows > 64 or kind > 1 else 4
     if uniform and is_large and not (kind or is_scaled) and dtype != torch.float32:
         warps = 4  # the matrix units of a Hopper multiply 64 rows by four warps, and eight would do it twice
@@ -101,7 +126,12 @@ def attend_shape(
     # windows with large heads or a cache with scales more than there are.
     has_room = not uniform and kind < 2 and dtype != torch.float32 and not (layer.window and (is_scaled or kind))
     skips = (LOOP if has_room else BRANCH) if is_large and queries > 1 else 0
-    return Shape(keys, warps, 5 if is_large and is_deep and kind < 2 else 3, skips=skips)
+    # Of keys with a rest few programs fit into a multiprocessor, so that each must load its next keys ahead.
+    has_rest = layer.head_dim > WIDEST
+    stages = 5 if is_large and is_deep and (kind < 2 or (has_rest and not uniform)) else 3
+    if has_rest and dtype == torch.float32:
+        stages = 1  # two tiles of keys do not fit into the shared memory of all GPUs
+    return Shape(keys, warps, stages, skips=skips, sharing=sharing)
 
 
 def widest(layer: AttentionLayer) -> int:

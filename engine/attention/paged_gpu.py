@@ -19,9 +19,9 @@ from ..config import EngineConfig
 from ..kernels.launching import gpu_kernels, launch
 from . import gpu_plan
 from .backend import AttentionBackend, LayerCache
-from .gpu_cache import LOOP, GPUCache, attend_constants, padded
+from .gpu_cache import LOOP, WIDEST, WIDEST_REST, GPUCache, attend_constants, padded
 from .gpu_plan import FEW_ROWS, ITEM, Plan
-from .gpu_shapes import MAX_GROUP, WIDTHS, attend_shape, breadth, is_short, queries_of
+from .gpu_shapes import MAX_GROUP, attend_shape, is_short, queries_of
 from .layer import LARGEST, AttentionLayer, stored_size
 from .metadata import AttentionMeta
 from .reference import Reference
@@ -48,6 +48,7 @@ class HeadNorms(NamedTuple):
     eps: float
     is_wide: bool = False  # multiplied by the weight in float32, and rounded once
     has_values: bool = False  # values are divided by their root mean square
+    turns_first: bool = False  # queries and keys are rotated before
 
 
 class Rotation(NamedTuple):
@@ -104,7 +105,8 @@ class PagedGPU:
         assert config.max_len and config.max_seqs and config.max_batched_tokens
         of_one, of_all = (gpu_plan.most_parts(rows, config.max_len) for rows in (1, config.max_seqs))
         parts = max(of_one, min(gpu_plan.MAX_PARTS, of_all))
-        per_part = max(4 * layer.num_heads * (layer.v_head_dim + 2) + 4 * layer.num_kv_heads for layer in layers)
+        # A count for each program of a part, of which there are at most as many as heads.
+        per_part = max(4 * layer.num_heads * (layer.v_head_dim + 3) for layer in layers)
         queries = (queries_of(layer, dtype, uniform=config.batch_invariant, is_large=True) for layer in layers)
         kinds = len({*zip((layer.window for layer in layers), queries, strict=True)})
         items = gpu_plan.most_parts(config.max_seqs, config.max_len) + config.max_batched_tokens
@@ -198,6 +200,7 @@ class PagedGPU:
             qkv.stride()[0], *cache.strides,
             constants=cache.rotate_constants, GATED=gated,
             OWN=own, NORM=norms is not None, WIDE=norms is not None and norms.is_wide,
+            TURN_FIRST=norms is not None and norms.turns_first,
             NORM_VALUES=norms is not None and norms.has_values and own > 0,
             TURNED=0 if rotation is None else 2 * rotation.angles.shape[2], INTERLEAVED=turn.is_interleaved,
             WIDE_TURN=turn.is_wide, PERIOD=turn.period, enable_fp_fusion=False, **dependence(qkv.device),
@@ -219,8 +222,9 @@ class PagedGPU:
             for work in works:
                 shape = attend_shape(layer, dtype, most, min(tokens, FEW_ROWS + 1), **traits)
                 assert shape.skips != LOOP or gpu_plan.SPLIT % shape.keys == 0, "see _attended"
-                self._reserve(work.num_parts, layer, device)
-                launch(kernels.attend, (layer.num_kv_heads, programs(work.max_items, layer.num_kv_heads, most, device)),
+                beside = layer.num_kv_heads * shape.sharing
+                self._reserve(work.num_parts, layer, beside, device)
+                launch(kernels.attend, (beside, programs(work.max_items, beside, most, device)),
                     q, cache.tensor, cache.scales, table, work.table, meta.query_start, meta.seq_lens, out,
                     self._sums, self._weights, self._arrived, out if cache.sinks is None else cache.sinks,
                     layer.scale, layer.softcap or 0.0,
@@ -233,12 +237,12 @@ class PagedGPU:
                 )  # fmt: skip
         return out
 
-    def _reserve(self, num_parts: int, layer: AttentionLayer, device: torch.device) -> None:
-        """Make sure that the workspace has room for the partial results of a launch."""
+    def _reserve(self, num_parts: int, layer: AttentionLayer, beside: int, device: torch.device) -> None:
+        """Make sure that the workspace has room for the partial results of a launch. `beside`: programs of a part."""
         sums, weights, arrived = (
             num_parts * layer.num_heads * layer.v_head_dim,
             num_parts * layer.num_heads * 2,
-            num_parts * layer.num_kv_heads,
+            num_parts * beside,
         )
         if self._sums.numel() < sums or self._sums.device != device:
             self._sums = torch.empty(sums, dtype=torch.float32, device=device)
@@ -270,12 +274,13 @@ def shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_multiprocessor - RESERVED_MEMORY
 
 
-def programs(items: int, kv_heads: int, queries: int, device: torch.device) -> int:
-    """Return the number of programs per KV head that share the work items of a launch, of this many queries each."""
+def programs(items: int, beside: int, queries: int, device: torch.device) -> int:
+    """Return the number of programs that share the work items of a launch, of this many queries each, for each of the
+    `beside` programs of an item."""
     if device.type != "cuda":
         return min(items, 3)
     most = PROGRAMS if queries == 1 else CHUNK_PROGRAMS
-    return max(1, min(items, most * multiprocessors(device) // kv_heads))
+    return max(1, min(items, most * multiprocessors(device) // beside))
 
 
 @functools.cache
@@ -316,12 +321,11 @@ def limitation(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: tor
         return "the Triton kernels need a CUDA device"
     if dtype not in MAX_ERROR:
         return f"the Triton kernels do not compute in {str(dtype).removeprefix('torch.')}"
-    if any(max(layer.head_dim, layer.v_head_dim) > WIDTHS[-1] for layer in layers):
-        return f"the Triton kernels serve heads of up to {WIDTHS[-1]} numbers"
     for layer in layers:
-        if layer.num_heads // layer.num_kv_heads > (most := MAX_GROUP[breadth(layer)]):
-            of = f" of more than {WIDTHS[-2]} numbers" if breadth(layer) > 1 else ""
-            return f"the Triton kernels serve up to {most} query heads{of} per KV head"
+        if layer.head_dim > WIDEST + WIDEST_REST or layer.v_head_dim > WIDEST:
+            return f"the Triton kernels serve keys of up to {WIDEST + WIDEST_REST} numbers and values of up to {WIDEST}"
+        if layer.num_heads // layer.num_kv_heads > MAX_GROUP:
+            return f"the Triton kernels serve up to {MAX_GROUP} query heads per KV head"
     return lack()
 
 

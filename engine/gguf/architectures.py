@@ -2,111 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..bounds import MAX_SIZE
 from ..types import ModelError
-from . import gemma, granite, state_layers
+from . import gemma, granite, latent, nemotron, state_layers
+from .experts import CORRECTION, dots, ernie_moe, hunyuan_moe, minimax
 from .keys import Keys, windows_of
+from .names import (
+    GEMMA4,
+    LAYER_NAMES,
+    MIXTRAL_EXPERTS,
+    NORMS_AROUND,
+    PARAMETERS,
+    QWEN_EXPERTS,
+    SHARED_EXPERT,
+    SHARED_EXPERTS,
+    Architecture,
+)
 from .scaling import LOG_MULTIPLIER, LONG_FACTORS, SHORT_FACTORS
 from .state_layers import check_sigmoids
-
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "token_embd_norm": "model.norm",  # of LFM2
-    "output": "lm_head",
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-}
-LOOKED_UP = {"token_embd.weight", "per_layer_token_embd.weight"}  # tables of which a token needs a row
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-# Tensors of all experts of a layer, one expert after another.
-QWEN_EXPERTS = {
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-}
-MIXTRAL_EXPERTS = {
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-}
-SHARED_EXPERTS = {
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
-SHARED_EXPERT = {
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
-GEMMA4 = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-    "post_ffw_norm_1": "post_feedforward_layernorm_1",
-    "post_ffw_norm_2": "post_feedforward_layernorm_2",
-    "ffn_gate_inp": "router.proj",
-    "ffn_gate_up_exps": "experts.{}.gate_up_proj",
-    "ffn_down_exps": "experts.{}.down_proj",
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-}
-# Tensors whose names end otherwise in safetensors checkpoints than with "weight" or "bias".
-PARAMETERS = {
-    "attn_sinks.weight": "self_attn.sinks",
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    "layer_output_scale.weight": "layer_scalar",
-    "ffn_gate_inp.scale": "router.scale",
-    "ffn_down_exps.scale": "router.per_expert_scale",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_dt.bias": "linear_attn.dt_bias",
-}
-NEGATIVE_EXPONENTIALS = {"ssm_a"}  # of which files have -exp(x)
-FLAT = {"ssm_a", "ssm_d", "ssm_norm"}  # vectors that files of Mamba2 have as matrices
-SINGLE_ROWS = {"ffn_gate_inp_shexp"}  # matrices of one row, which some files have as vectors
-NORMS_AROUND = {"ffn_norm": "pre_feedforward_layernorm"}  # there is one after attention, too
-
-
-def _no_settings(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    return {}
-
-
-class Architecture(NamedTuple):
-    """How files of an architecture differ from the config.json and the tensors of transformers' model."""
-
-    name: str
-    model_type: str
-    settings: Callable[[Keys, dict[str, Any]], dict[str, Any]] = _no_settings  # more keys of config.json
-    names: Mapping[str, str] = LAYER_NAMES  # of a layer's tensors
-    parameters: Mapping[str, str] = PARAMETERS  # of those with other endings, see PARAMETERS
-    # llama.cpp rotates neighbouring elements for these, so the rows of each head's queries and keys are interleaved.
-    is_interleaved: bool = False
-    norm_shift: float = 0.0  # added to the weights of norms
-    rotates_partly: bool = False
-    has_experts: bool = False  # whether it may have some
-    layers_differ: bool = False  # keys may have a value for each layer
-    eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")  # the keys in files and in config.json
 
 
 def _llama(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +77,7 @@ def _glm4moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         "num_experts_per_tok": keys.number("expert_used_count"),
         "moe_intermediate_size": keys.number("expert_feed_forward_length"),
         "n_shared_experts": keys.number("expert_shared_count", 1),
-        "first_k_dense_replace": keys.number("leading_dense_block_count", 1),
+        "first_k_dense_replace": keys.number("leading_dense_block_count", int("blk.0.ffn_up.weight" in keys.tensors)),
         "n_group": keys.number("expert_group_count", 1),
         "topk_group": keys.number("expert_group_used_count", 1),
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
@@ -178,6 +93,14 @@ def _glm4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "partial_rotary_factor": keys.number("rope.dimension_count", config["head_dim"] // 2) / config["head_dim"],
     }
+
+
+def _chatglm(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    rotated = keys.whole("rope.dimension_count", config["head_dim"], config["head_dim"])
+    found: dict[str, Any] = {"partial_rotary_factor": rotated / config["head_dim"]}
+    if "blk.0.attn_qkv.weight" not in keys.tensors:
+        return found
+    return {**found, "architectures": ["GlmJoinedGguf"], "attention_bias": "blk.0.attn_qkv.bias" in keys.tensors}
 
 
 def _mistral3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -214,6 +137,18 @@ def _olmo(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 def _exaone4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     return _three_of_four(keys, config) or {"sliding_window": None}
+
+
+def _exaone_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    unused = keys.whole("nextn_predict_layers", config["num_hidden_layers"] - 1, 0, minimum=0)
+    layers = config["num_hidden_layers"] - unused
+    return {
+        **dots(keys, config),
+        "num_shared_experts": keys.number("expert_shared_count"),
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": unused,
+        **_exaone4(keys, config | {"num_hidden_layers": layers}),
+    }
 
 
 def _phi3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -325,6 +260,38 @@ ARCHITECTURES = {
         has_experts=True,
     ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5"),
+    "ernie4_5-moe": Architecture(
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        ernie_moe,
+        names=LAYER_NAMES | QWEN_EXPERTS | SHARED_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        has_experts=True,
+    ),
+    "dots1": Architecture(
+        "Dots1ForCausalLM",
+        "dots1",
+        dots,
+        names=LAYER_NAMES | QWEN_EXPERTS | SHARED_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        has_experts=True,
+    ),
+    "seed_oss": Architecture("SeedOssForCausalLM", "seed_oss"),
+    "minimax-m2": Architecture(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        minimax,
+        names=LAYER_NAMES | MIXTRAL_EXPERTS | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        parameters=PARAMETERS | CORRECTION,
+        rotates_partly=True,
+        has_experts=True,
+    ),
+    "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
+    "hunyuan-moe": Architecture(
+        "HunYuanMoEV1ForCausalLM",
+        "hunyuan_v1_moe",
+        hunyuan_moe,
+        names=LAYER_NAMES | QWEN_EXPERTS | SHARED_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        has_experts=True,
+    ),
     "gpt-oss": Architecture(
         "GptOssGguf",
         "gpt_oss",
@@ -339,6 +306,18 @@ ARCHITECTURES = {
         names=LAYER_NAMES | QWEN_EXPERTS | SHARED_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
         rotates_partly=True,
         has_experts=True,
+    ),
+    "deepseek2": Architecture(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        latent.deepseek2,
+        names=latent.NAMES,
+        rotates_partly=True,
+        has_experts=True,
+        has_latents=True,
+    ),
+    "chatglm": Architecture(
+        "GlmForCausalLM", "glm", _chatglm, names=LAYER_NAMES | {"ffn_up": "mlp.gate_up_proj"}, rotates_partly=True
     ),
     "glm4": Architecture(
         "Glm4ForCausalLM",
@@ -365,7 +344,7 @@ ARCHITECTURES = {
         "GraniteMoeGguf",
         "granitemoe",
         granite.granitemoe,
-        names=LAYER_NAMES | MIXTRAL_EXPERTS | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        names=LAYER_NAMES | MIXTRAL_EXPERTS | SHARED_EXPERTS | {"ffn_gate_inp": "block_sparse_moe.gate"},
         is_interleaved=True,
         has_experts=True,
     ),
@@ -383,8 +362,35 @@ ARCHITECTURES = {
         has_experts=True,
         layers_differ=True,
     ),
+    "nemotron_h": Architecture(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        nemotron.nemotron_h,
+        names=nemotron.NAMES,
+        parameters=nemotron.PARAMETERS,
+        layers_differ=True,
+        eps=nemotron.EPS,
+    ),
+    "nemotron_h_moe": Architecture(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        nemotron.nemotron_h_moe,
+        names=nemotron.NAMES,
+        parameters=nemotron.PARAMETERS,
+        has_experts=True,
+        layers_differ=True,
+        eps=nemotron.EPS,
+    ),
     "exaone4": Architecture("Exaone4ForCausalLM", "exaone4", _exaone4),
+    "exaone-moe": Architecture(
+        "ExaoneMoeForCausalLM",
+        "exaone_moe",
+        _exaone_moe,
+        names=LAYER_NAMES | QWEN_EXPERTS | SHARED_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        has_experts=True,
+    ),
     "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", _olmo),
+    "gemma": Architecture("GemmaForCausalLM", "gemma", gemma.gemma, norm_shift=1.0),
     "gemma2": Architecture(
         "Gemma2ForCausalLM", "gemma2", gemma.gemma2, names=LAYER_NAMES | NORMS_AROUND, norm_shift=1.0
     ),
@@ -412,8 +418,3 @@ def architecture_of(keys: Keys) -> Architecture:
             "Use the model's safetensors files"
         )
     return found
-
-
-def is_norm(name: str) -> bool:
-    """Return whether a tensor is the weight of a norm that `norm_shift` is added to."""
-    return name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")

@@ -12,16 +12,10 @@ from typing import Any, NamedTuple
 from ..bounds import MAX_HEADS, MAX_LAYERS, MAX_SIZE
 from ..grouped_rows import MAX_PIECES, Rows, count_of, grouped_rows
 from ..types import ModelError
-from .architectures import (
-    FLAT,
-    LOOKED_UP,
-    NAMES,
-    NEGATIVE_EXPONENTIALS,
-    SINGLE_ROWS,
-    architecture_of,
-    is_norm,
-)
+from .architectures import architecture_of
 from .keys import Keys
+from .latent import BY_HEAD, TOGETHER
+from .names import FLAT, LOOKED_UP, NAMES, NEGATIVE_EXPONENTIALS, SINGLE_ROWS, is_norm
 from .reader import PLAIN, TYPES, Model, TensorInfo
 from .scaling import LISTS, scaling_of
 from .state_layers import CONVOLUTIONS
@@ -44,7 +38,7 @@ def config_of(model: Model) -> dict[str, Any]:
     """Return the config.json of a model. Raises ModelError if the architecture is not supported."""
     keys, tensors = Keys(model), model.tensors
     architecture = architecture_of(keys)
-    if keys.number("expert_count", 0) and not architecture.has_experts:
+    if keys.number("expert_count", 0) > 1 and not architecture.has_experts:
         raise ModelError(
             f"GGUF files of the architecture {keys.architecture} with experts are not supported; use the model's "
             "safetensors files"
@@ -55,7 +49,7 @@ def config_of(model: Model) -> dict[str, Any]:
     hidden = keys.whole("embedding_length", MAX_SIZE)
     head_dim = keys.whole("attention.key_length", MAX_HEADS, hidden // heads)
     for key in ("rope.dimension_count", "attention.value_length"):
-        if key == "rope.dimension_count" and architecture.rotates_partly:
+        if architecture.has_latents or (key == "rope.dimension_count" and architecture.rotates_partly):
             continue
         if keys.number(key, head_dim) != head_dim:
             raise ModelError(f"the GGUF file's {key} differs from the size of a head, which is not supported")
@@ -89,10 +83,13 @@ def config_of(model: Model) -> dict[str, Any]:
         config["max_position_embeddings"] = int(config["max_position_embeddings"] / config["rope_scaling"]["factor"])
     if quantized := _types(tensors) - PLAIN:
         used = {name: tensor for name, tensor in tensors.items() if _is_used(name, config)}
+        stored = {name: tensor for name, tensor in used.items() if not name.endswith(f".{TOGETHER}.weight")}
+        of_heads = [stored[name] for name in stored if name.split(".")[-2] in BY_HEAD]
         tables = used.keys() & (LOOKED_UP if "output.weight" in used else LOOKED_UP - {"token_embd.weight"})
         config["quantization_config"] = {
             "quant_method": "gguf",
-            "numbers": _numbers(used.values()),
+            "numbers": _numbers(stored.values()),
+            "of_heads": _numbers(of_heads),
             "looked_up": _numbers(used[name] for name in sorted(tables)),
             "types": sorted(quantized),
         }
@@ -169,6 +166,8 @@ def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that a layer's weight has in checkpoints."""
     if name in CONVOLUTIONS:
         return shape[0], 1, *shape[1:]
+    if name in BY_HEAD and len(shape) == 3:
+        return shape[0] * shape[1], shape[2]
     return (1, *shape) if name in SINGLE_ROWS and len(shape) == 1 else shape
 
 

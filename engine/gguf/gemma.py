@@ -21,6 +21,10 @@ def _gemma(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def gemma(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    return {"hidden_act": "gelu_pytorch_tanh"}
+
+
 def gemma2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     windows = [index % 2 == 0 for index in range(config["num_hidden_layers"])]
     return {

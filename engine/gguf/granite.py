@@ -34,6 +34,7 @@ def granite(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 def granitemoe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     return {
         **granite(keys, config),
+        "shared_intermediate_size": keys.number("expert_shared_feed_forward_length", 0),
         "num_local_experts": keys.number("expert_count"),
         "num_experts_per_tok": keys.number("expert_used_count"),
     }

@@ -25,16 +25,38 @@ CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+
 TEKKEN = CASED + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 O200K = CASED.replace("|", SHORT + "|") + SHORT + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+EXAONE_MOE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+DEEPSEEK3 = [
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+]
 PATTERNS = {
     name: [LLAMA3]
-    for name in ("glm4", "chatglm-bpe", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "lfm2")
-}
+    for name in (
+        "glm4", "chatglm-bpe", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "lfm2", "pixtral"
+    )
+}  # fmt: skip
 PATTERNS |= {name: [DIGITS, GPT2] for name in ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")}
 PATTERNS |= {name: [QWEN2] for name in ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez")}
 PATTERNS |= {name: [GPT2] for name in ("gpt-2", "mpt", "olmo", "jais", "phi-2", "exaone4")}
-PATTERNS |= {"tekken": [TEKKEN], "gpt-4o": [O200K], "qwen35": [QWEN35]}
+PATTERNS |= {
+    "tekken": [TEKKEN],
+    "gpt-4o": [O200K],
+    "minimax-m2": [O200K],
+    "qwen35": [QWEN35],
+    "hunyuan-dense": DEEPSEEK3,
+    "exaone-moe": [EXAONE_MOE],
+    "seed-coder": [QWEN2.replace(r"]+[\r\n]*|", "]+|")],
+    "solar-open": [QWEN2],
+}
 NORMALIZED = {"qwen2", "qwen35", "deepseek-r1-qwen", "command-r"}  # to Unicode's composed form
-WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "lfm2"}  # a word that is a token is not merged
+# A word that is a token is not merged.
+WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "lfm2", "pixtral"}
 BEGUN = {
     "llama-bpe",
     "llama3",
@@ -42,6 +64,7 @@ BEGUN = {
     "falcon3",
     "tekken",
     "lfm2",
+    "pixtral",
 }  # texts begin with bos if no key says otherwise
 # Tokens that end an answer though the file may name only one of them as its end.
 END_TOKENS = {

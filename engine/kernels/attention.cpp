@@ -118,12 +118,12 @@ struct Attention : Base {
         weight = weight * factor + exponential2(sink - base);
       }
       const V share = set1(factor / weight);
-      Number* to = out + (token(task, i) * call.heads + head(task, i)) * call.head_dim;
+      Number* to = out + (token(task, i) * call.heads + head(task, i)) * call.v_head_dim;
       for (int64_t d = 0; d < padded; d += sizeof(row) / sizeof(Number) - PAGE) {
         const int64_t stop = min(padded, d + 1024);
         // + 0 turns -0 into 0, so that the sign does not depend on whether zeros of unseen keys were added.
         for (int64_t e = d; e < stop; e += LANES) write(row + e - d, add(mul(load(from + e), share), zero()));
-        memcpy(to + d, row, (size_t)(min(call.head_dim, stop) - d) * sizeof(Number));
+        memcpy(to + d, row, (size_t)(min(call.v_head_dim, stop) - d) * sizeof(Number));
       }
     }
   }
@@ -168,10 +168,10 @@ struct Attention : Base {
 
 }  // namespace
 
-// Write k and v to the cache, then compute attention. q: [tokens, heads, head_dim]; k and v: [tokens, kv_heads,
-// head_dim], or null if the cache has them already; strides are in the call. out: [tokens, heads, head_dim],
-// contiguous; sinks: [heads] or null. Each is named by the type of q, k and v, and by that of the cache if it is
-// another. Returns 0, or 1 if out of memory.
+// Write k and v to the cache, then compute attention. q: [tokens, heads, head_dim]; k: [tokens, kv_heads, head_dim] and
+// v: [tokens, kv_heads, v_head_dim], or null if the cache has them already; strides are in the call. out: [tokens,
+// heads, v_head_dim], contiguous; sinks: [heads] or null. Each is named by the type of q, k and v, and by that of the
+// cache if it is another. Returns 0, or 1 if out of memory.
 #define ATTEND(name, Base)                                                                                           \
   EXPORT int32_t NAMED(name)(const Call* call, const void* q, const void* k, const void* v, void* cache, void* out,  \
                              const float* sinks, int32_t threads) {                                                  \

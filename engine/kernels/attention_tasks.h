@@ -45,7 +45,7 @@ struct Space {  // a thread's scratch memory
 struct Tasks {
   const Call& call;
   const int64_t group;    // query heads of a KV head
-  const int64_t padded;   // head size, see Pages
+  const int64_t padded;   // numbers of a value, see Pages
   const int64_t queries;  // maximum of a task
   const Grouping grouping;
   int threads;

@@ -65,10 +65,9 @@ struct PagedTasks : Tasks {
     const int32_t* blocks = call.block_table + task.row * call.width;
     for (int64_t t = max(0, first_seen(position(task)) - at); t < keys; ++t) {
       const int64_t from = at + t, block = cache.block_of(from), offset = from - block * call.block_size;
-      const char* share = cache.address(blocks[block], head, offset);
-      char* cell = cells + t / PAGE * cache.page();
-      cache.lay_key((const Held*)(share + offset * cache.line()), cell, t % PAGE);
-      cache.lay_value((const Held*)(share + (call.block_size + offset) * cache.line()), cell + cache.value_at(), t % PAGE);
+      char *share = cache.address(blocks[block], head, offset), *cell = cells + t / PAGE * cache.page();
+      cache.lay_key((const Held*)cache.plain_key(share, offset), cell, t % PAGE);
+      cache.lay_value((const Held*)cache.plain_value(share, offset), cell + cache.value_at(), t % PAGE);
     }
     return tile;
   }

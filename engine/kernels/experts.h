@@ -59,6 +59,11 @@ struct Mix {
       else put(scores + e, exponential(add(logit, set1(-top))), rest);
     }
     for (int64_t e = 0; e < m.count && !m.sigmoid; ++e) sum += scores[e];
+    if (m.correction && !m.sigmoid) {  // which is added to the softmax itself
+      for (int64_t e = 0; e < m.count; e += LANES)
+        put(scores + e, divide(get(scores + e, m.count - e), set1(sum)), m.count - e);
+      sum = 1.0f;
+    }
     for (int64_t k = 0; k < m.active; ++k) {
       int64_t best = -1;
       float most = 0;

@@ -230,6 +230,37 @@ int32_t compute(const Stack& s) {
   return 0;
 }
 
+// The products of each head's rows with a weight of its own.
+struct Heads {
+  const Multiplied* weights;
+  int64_t count;
+  const char* x;
+  char* y;
+  int64_t x_step, y_step, rows;
+  int32_t failed = 0;
+  Parts parts = {};
+
+  int32_t apply(int64_t head, int32_t threads) const {
+    return weights[head].apply(x + head * x_step, nullptr, y + head * y_step, rows, threads);
+  }
+
+  static void share(void* work, int) {
+    Heads& heads = *(Heads*)work;
+    for (int64_t head; heads.parts.claim(head);)
+      if (heads.apply(head, 1)) __atomic_store_n(&heads.failed, 1, __ATOMIC_RELAXED);
+  }
+
+  int32_t compute(int32_t threads) {
+    if (count >= threads) {  // waking threads once costs less than for each product
+      parts.count = count;
+      run(share, this, threads);
+    } else {
+      for (int64_t head = 0; head < count; ++head) failed |= apply(head, threads);
+    }
+    return failed;
+  }
+};
+
 }  // namespace
 
 EXPORT void NAMED(norm_float32)(const float* x, const float* weight, float* y, int64_t rows, int64_t size, float eps,
@@ -287,6 +318,13 @@ EXPORT int32_t NAMED(experts_float32)(const Mixture* m, const float* normed, flo
 EXPORT int32_t NAMED(experts_bfloat16)(const Mixture* m, const uint16_t* normed, uint16_t* x, int64_t tokens,
                                        int64_t hidden, int32_t threads) {
   return Mix<uint16_t>{*m, normed, x, tokens, hidden, threads}.compute();
+}
+
+// y[h] = x[h] @ weight h, of `count` heads that follow each other in x and in y, in steps of so many bytes. Returns 0,
+// or 1 if out of memory.
+EXPORT int32_t NAMED(head_products)(const Multiplied* weights, int64_t count, const char* x, char* y, int64_t x_step,
+                                    int64_t y_step, int64_t rows, int32_t threads) {
+  return Heads{weights, count, x, y, x_step, y_step, rows}.compute(threads);
 }
 
 // Returns 0, 1 if out of memory, or 2 if a position has no angles. Each is named like the `attend` that it calls.

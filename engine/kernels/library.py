@@ -115,6 +115,8 @@ class Kernels:
         self.experts = {dtype: own(f"experts_{name}") for dtype, name in DTYPES.items()}
         for function in self.experts.values():
             function.argtypes = [pointer, pointer, pointer, long, long, integer]
+        self.head_products = own("head_products")
+        self.head_products.argtypes = [pointer, long, pointer, pointer, long, long, long, integer]
         self.delta = {dtype: own(f"delta_{name}") for dtype, name in DTYPES.items()}
         for function in self.delta.values():
             function.argtypes = [pointer, pointer, pointer, pointer, integer]

@@ -7,8 +7,8 @@
 // beyond the end of W are zero. In a gated matrix, where a gate row and an up row make one column of y, a panel's first
 // vector holds gate rows and the second the up rows of the same columns.
 //
-// Order. Each element of y is summed along k from 0 upwards, as its Kind defines; then come bias, gate, scale,
-// residual, and one rounding to the result's type. Neither the number of rows nor the tile's height nor the thread
+// Order. Each element of y is summed along k from 0 upwards, as its Kind defines; then come bias, gate or activation,
+// scale, residual, and one rounding to the result's type. Neither the number of rows nor the tile's height nor the thread
 // changes this order, so the bits of a row do not depend on the rest of the batch.
 //
 // Tiles. A tile is up to TALL rows of x by one panel, or few rows by several panels, so that enough independent sums
@@ -144,6 +144,7 @@ struct Matmul {
       if (matrix->gated) {
         emit(gated(matrix->gate, a, b), row, panel * LANES);
       } else {
+        if (matrix->gate.activation == SQUARED_RELU) a = squared_relu(a), b = squared_relu(b);
         emit(a, row, panel * WIDTH);
         if (panel * WIDTH + LANES < matrix->outputs) emit(b, row, panel * WIDTH + LANES);
       }

@@ -53,6 +53,12 @@ static inline void put(Number* p, V v, int64_t count) {
   memcpy(p, some, (size_t)count * sizeof(Number));
 }
 
+// max(0, x) squared. NaN stays NaN.
+static inline V squared_relu(V x) {
+  x = where_less(x, zero(), zero(), x);
+  return mul(x, x);
+}
+
 // activation(gate) * up. NaN stays NaN.
 static inline V gated(const Gate& how, V gate, V up) {
   const V one = set1(1.0f);

@@ -6,7 +6,7 @@
 //
 // Layout. A block holds, for each KV head, consecutive pages of 16 tokens. A page is two cells: the keys as [unit of
 // the dimension][16 tokens], then the values as [unit of the tokens][dimension]. A head's part of a block is therefore
-// contiguous. If the block size or the head size is not a multiple of 16, the layout is plain: for each KV head the
+// contiguous. If the block size or a head's size is not a multiple of 16, the layout is plain: for each KV head the
 // keys as [token][dimension], then the values. Each tile is then copied into cells before use, once for all queries.
 //
 // int8. A key or a value is a vector of integers from -127 to 127 and a float scale, which is the largest magnitude /
@@ -47,16 +47,16 @@ struct Pages {
   const Call& call;
   char* const cache;
   int64_t units;   // of a key
-  int64_t padded;  // head size, rounded up to whole vectors of every width
+  int64_t padded;  // numbers of a value, rounded up to whole vectors of every width
   int shift;       // log2 of the block size, or -1 if that is no power of two: a division would cost measurable time
   bool packed;
 
   Pages(const Call& call, void* cache) : call(call), cache((char*)cache) {
     units = ceil_div(call.head_dim, PER_UNIT);
-    padded = ceil_div(call.head_dim, PAGE) * PAGE;
+    padded = ceil_div(call.v_head_dim, PAGE) * PAGE;
     const bool is_power = (call.block_size & (call.block_size - 1)) == 0;
     shift = is_power ? __builtin_ctzll((uint64_t)call.block_size) : -1;
-    packed = call.block_size % PAGE == 0 && call.head_dim % PAGE == 0;
+    packed = call.block_size % PAGE == 0 && call.head_dim % PAGE == 0 && call.v_head_dim % PAGE == 0;
   }
 
   // Bytes of a page's keys and of its values, without the scales that follow each.
@@ -64,8 +64,9 @@ struct Pages {
   int64_t value_cell() const { return PAGE / PER_UNIT * padded * UNIT; }
   int64_t value_at() const { return key_cell() + PAGE * SCALE; }  // offset in a page
   int64_t page() const { return value_at() + value_cell() + PAGE * SCALE; }
-  // Bytes of a token's key or value in the plain layout.
-  int64_t line() const { return call.head_dim * sizeof(Held) + SCALE; }
+  // Bytes of a token's key, and of its value, in the plain layout.
+  int64_t key_line() const { return call.head_dim * sizeof(Held) + SCALE; }
+  int64_t value_line() const { return call.v_head_dim * sizeof(Held) + SCALE; }
 
   int64_t block_of(int64_t position) const {
     return shift >= 0 ? position >> shift : (int64_t)((uint32_t)position / (uint32_t)call.block_size);
@@ -73,8 +74,14 @@ struct Pages {
 
   // The address of a KV head's part of a block: the page that holds `offset` in the packed layout, else the keys.
   char* address(int64_t block, int64_t head, int64_t offset) const {
-    char* share = cache + block * call.block_bytes + head * call.block_size * 2 * line();
+    char* share = cache + block * call.block_bytes + head * call.block_size * (key_line() + value_line());
     return share + (packed ? offset / PAGE * page() : 0);
+  }
+
+  // Where a token's key and its value are in the plain layout; share: the address of the KV head's part of its block.
+  char* plain_key(char* share, int64_t offset) const { return share + offset * key_line(); }
+  char* plain_value(char* share, int64_t offset) const {
+    return share + call.block_size * key_line() + offset * value_line();
   }
 
   // -- copying a key or value in the cache's type into cells; t: its index in the page --------------------------------
@@ -88,13 +95,13 @@ struct Pages {
 
   void lay_value(const Held* value, char* cell, int64_t t) const {
     Held* to = (Held*)cell + t / PER_UNIT * padded * PER_UNIT + t % PER_UNIT;
-    for (int64_t d = 0; d < call.head_dim; ++d) to[d * PER_UNIT] = value[d];
-    if (SCALED) memcpy(cell + value_cell() + t * SCALE, value + call.head_dim, SCALE);
+    for (int64_t d = 0; d < call.v_head_dim; ++d) to[d * PER_UNIT] = value[d];
+    if (SCALED) memcpy(cell + value_cell() + t * SCALE, value + call.v_head_dim, SCALE);
   }
 
   // Two values that share units; t is even.
   void lay_values(const Held* first, const Held* second, char* cell, int64_t t) const {
-    lay_pair(first, second, cell + t / PER_UNIT * padded * UNIT, call.head_dim);
+    lay_pair(first, second, cell + t / PER_UNIT * padded * UNIT, call.v_head_dim);
   }
   static void lay_pair(const float* first, const float* second, char* to, int64_t dim) {
     memcpy(to, first, (size_t)dim * 4);
@@ -123,8 +130,8 @@ struct Pages {
   // Write one token, and the next one too if `paired`. Returns the number of tokens written beyond the first.
   int64_t write_one(const Held* key, const Held* value, char* share, int64_t offset, bool paired) const {
     if (!packed) {
-      memcpy(share + offset * line(), key, (size_t)line());
-      memcpy(share + (call.block_size + offset) * line(), value, (size_t)line());
+      memcpy(plain_key(share, offset), key, (size_t)key_line());
+      memcpy(plain_value(share, offset), value, (size_t)value_line());
       return 0;
     }
     lay_key(key, share, offset % PAGE);
@@ -142,23 +149,23 @@ struct Pages {
     if (packed) {
       const int64_t t = offset % PAGE;
       char* values = share + value_at();
-      narrow(key, share + t, PAGE, share + key_cell() + t * SCALE);
-      narrow(value, values + t * padded, 1, values + value_cell() + t * SCALE);
+      narrow(key, call.head_dim, share + t, PAGE, share + key_cell() + t * SCALE);
+      narrow(value, call.v_head_dim, values + t * padded, 1, values + value_cell() + t * SCALE);
     } else {
-      char *to_key = share + offset * line(), *to_value = share + (call.block_size + offset) * line();
-      narrow(key, to_key, 1, to_key + call.head_dim);
-      narrow(value, to_value, 1, to_value + call.head_dim);
+      char *to_key = plain_key(share, offset), *to_value = plain_value(share, offset);
+      narrow(key, call.head_dim, to_key, 1, to_key + call.head_dim);
+      narrow(value, call.v_head_dim, to_value, 1, to_value + call.v_head_dim);
     }
     return 0;
   }
 
-  // Quantize a key or value to int8, `step` bytes apart, and write its scale.
+  // Quantize a key or value of `size` numbers to int8, `step` bytes apart, and write its scale.
   template <class Wide>
-  void narrow(const Wide* x, char* to, int64_t step, char* to_scale) const {
-    const Scale scale = Scale::of(x, call.head_dim);
+  void narrow(const Wide* x, int64_t size, char* to, int64_t step, char* to_scale) const {
+    const Scale scale = Scale::of(x, size);
     memcpy(to_scale, &scale.factor, SCALE);
-    for (int64_t d = 0; d < call.head_dim; d += LANES) {
-      const int64_t count = min(LANES, call.head_dim - d);
+    for (int64_t d = 0; d < size; d += LANES) {
+      const int64_t count = min(LANES, size - d);
       int8_t bytes[LANES];
       store_bytes(bytes, mul(get(x + d, count), set1(scale.inverse)));
       for (int64_t i = 0; i < count; ++i) to[(d + i) * step] = (char)bytes[i];

@@ -3,9 +3,10 @@
 #pragma once
 #include <stdint.h>
 
-// How gate and up become one number.
+// How gate and up become one number, or up alone.
+const int32_t SQUARED_RELU = 5;
 struct Gate {
-  int32_t activation;  // 0 SiLU, 1 GELU with tanh, 2 clamped SwiGLU, 3 GELU, 4 ReLU
+  int32_t activation;  // 0 SiLU, 1 GELU with tanh, 2 clamped SwiGLU, 3 GELU, 4 ReLU; of up alone, without a gate: 5
   float limit, alpha;  // of clamped SwiGLU
 };
 
@@ -23,7 +24,7 @@ struct Matrix {
   int32_t wide;   // the result is float32, whatever the input's type
   int32_t format;  // of a weight in blocks, see blocks.h; else 0
   int32_t planes;  // with such a weight: bytes of an activation, 1 or 2
-  Gate gate;
+  Gate gate;    // of a gated matrix, or SQUARED_RELU
   float scale;  // of the result, before the residual is added; 0: none
 };
 
@@ -59,7 +60,7 @@ struct Call {
   const int32_t* seq_lens;     // [rows]
   const int32_t* block_table;  // [rows, width]
   const int64_t* slots;        // [tokens]
-  int64_t rows, width, heads, kv_heads, head_dim, block_size;
+  int64_t rows, width, heads, kv_heads, head_dim, v_head_dim, block_size;
   int64_t block_bytes;                                        // from a block of the cache to the next
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides, in numbers
   int64_t window;                                             // 0: none
@@ -88,7 +89,7 @@ struct Mixture {
   Multiplied router;                       // its results are float32
   Multiplied shared_gate_up, shared_down;  // of an MLP for all tokens, if `shared` is not 0
   Multiplied shared_gate;                  // to one float32 number, by whose sigmoid that is multiplied; or null
-  const float* correction;                 // [count], added to sigmoids when experts are chosen; or null
+  const float* correction;                 // [count], added to weights when experts are chosen; or null
   int64_t count, active;                   // experts, and those of a token
   int64_t inner, shared;                   // inner sizes of an expert, and of the MLP
   int32_t sigmoid, normalized;  // weights are sigmoids, else a softmax over all experts; a token's add up to 1

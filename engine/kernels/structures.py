@@ -83,6 +83,7 @@ class Call(ctypes.Structure):
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
+        ("v_head_dim", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("block_bytes", ctypes.c_int64),
         ("q_token", ctypes.c_int64),

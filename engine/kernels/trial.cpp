@@ -176,7 +176,7 @@ bool attention_agrees() {
   Call call = {};
   call.query_start = query_start, call.seq_lens = seq_lens, call.block_table = block_table;
   call.rows = 2, call.width = width, call.heads = kv_heads * group, call.kv_heads = kv_heads;
-  call.head_dim = head_dim, call.block_size = block_size, call.scale = 0.1f;
+  call.head_dim = call.v_head_dim = head_dim, call.block_size = block_size, call.scale = 0.1f;
   call.block_bytes = kv_heads * block_size * 2 * head_dim * 2;
   call.q_head = head_dim, call.q_token = call.heads * head_dim;
   const int64_t cached = 2 * width * kv_heads * block_size * 2 * head_dim, size = query_start[2] * call.q_token;

@@ -14,7 +14,7 @@ from ..gguf import folder as gguf
 from ..kernels.library import Choice
 from ..quantized.config import parse
 from ..types import ConfigError, EngineError, ModelError
-from . import mixer_shapes
+from . import mixer_shapes, sublayers
 from .architectures import architecture, native_architecture
 from .dummy import DummyWeights
 from .families import FAMILIES
@@ -54,17 +54,22 @@ def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
 
 
 def _checkpoint(folder: Path, source: dict[str, Any]) -> Checkpoint:
-    if gguf.is_converted(folder):
-        from ..gguf.checkpoint import GgufCheckpoint  # imports the gguf package
-
-        return GgufCheckpoint(folder)
     text = text_part(source)
     name = architecture(text) if text is not source else native_architecture(source)
     family = FAMILIES.get(name or "")
+    if gguf.is_converted(folder):
+        from ..gguf.checkpoint import GgufCheckpoint  # imports the gguf package
+
+        converted = GgufCheckpoint(folder)
+        if family is not None and family.has_sublayers:
+            converted.rename(sublayers.renames(text))
+        return converted
     if family is not None and family.experts is not None and family.experts.stacking is not None:
         return StackedCheckpoint(folder, family.experts, text.get("hidden_size"))
     checkpoint = Checkpoint(folder)
-    if family is not None and family.regroups:
+    if family is not None and family.has_sublayers:
+        checkpoint.rename(sublayers.renames(text))
+    elif family is not None and family.regroups:
         regroup(checkpoint, mixer_shapes.linear(text), family.renames)
     elif family is not None:
         checkpoint.rename(family.renames)

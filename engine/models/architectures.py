@@ -16,6 +16,10 @@ MODEL_TYPES = {  # for a config.json without `architectures`
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "youtu": "YoutuForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
@@ -27,22 +31,37 @@ MODEL_TYPES = {  # for a config.json without `architectures`
     "exaone4": "Exaone4ForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+    "helium": "HeliumForCausalLM",
+    "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+    "solar_open": "SolarOpenForCausalLM",
+    "exaone_moe": "ExaoneMoeForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
 }
+# Types of checkpoints that came before transformers had the model, under which it has another one now.
+OTHER_TYPES = {("MiniMaxM2ForCausalLM", "minimax")}
 
 
 def architecture(source: Mapping[str, Any]) -> str:
@@ -62,6 +81,8 @@ def native_architecture(source: Mapping[str, Any]) -> str | None:
     The type counts, as in transformers, which saves some models (EXAONE 3) with the name of another's class.
     """
     name, given = architecture(source), source.get("model_type")
+    if (name, given) in OTHER_TYPES:
+        return name
     own = [kind for kind, each in MODEL_TYPES.items() if each == name]
     if not own or not isinstance(given, str) or not given or given in own:
         return name

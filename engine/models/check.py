@@ -12,7 +12,7 @@ from .spec import ModelSpec
 from .weights import Checkpoint
 
 # Begin the names of tensors that checkpoints may have beside ours: of layers that predict further tokens, of vision.
-BESIDE = "mtp.", "model.visual."
+BESIDE = "mtp.", "model.mtp_", "model.visual."
 
 
 def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:

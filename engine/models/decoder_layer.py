@@ -14,6 +14,7 @@ from .decoder_spec import DecoderSpec, sinks_name
 from .experts import Beside, Experts
 from .forward import Forward
 from .importance import after_norm
+from .latent_layer import LatentAttention
 from .layer_inputs import LayerInput
 from .layers import Gated, InFile, Linear, Quantization
 from .mixers import make_mixer
@@ -22,14 +23,15 @@ from .precision import LayerBits
 from .rope import Turn, rotate
 from .sigmoid import sigmoid
 from .spec import ModelSpec
+from .squared import Squared, first_layer
 
 Kept = dict[int, tuple[Tensor, Tensor]]  # of a step: layer -> its keys and values, if later layers share them
 
 
 class Layer:
-    """Attention or a mixer, and a gated MLP or experts, each with a residual connection, and a norm before or after."""
+    """Attention or a mixer, and an MLP, experts or neither, each with a residual connection and norms around it."""
 
-    gate_up: Gated  # gate_up and down: of a layer with an MLP
+    gate_up: Gated | Squared  # gate_up and down: of a layer with an MLP
     down: Linear
 
     def __init__(
@@ -48,6 +50,8 @@ class Layer:
         (q_size, kv_size, _), dim = self.rows, self.shape.head_dim
         self._kernels: Kernels | None = None  # ours, once the layer is packed
         self.mixer = mixer = make_mixer(self.shape.mixer, hidden, spec.norm_eps, dtype, device)
+        latent, on_gpu = self.shape.latent, model.on_gpu
+        self.latent = None if latent is None else LatentAttention(latent, dtype, device, on_gpu=on_gpu)
         self.attention_norm, self.attention_after = norm(spec.norms.attention), norm(spec.norms.attention_after)
         of_qkv, of_output = spec.biases(index)
         self.qkv = Linear(sum(self.rows), hidden, of_qkv, dtype, device)
@@ -62,16 +66,16 @@ class Layer:
         self.sinks = torch.empty(spec.num_heads, dtype=dtype, device=device) if spec.has_sinks else None
         self.output = Linear(hidden, spec.seen(index), of_output, dtype, device)
         self.output.scale = spec.scales.residual
-        self.mlp_norm, self.mlp_after = norm(spec.norms.mlp), norm(spec.norms.mlp_after)
+        self.mlp_norm, self.mlp_after = map(norm, spec.norms_of(index)[2:])
         self.input = None if spec.inputs is None else LayerInput(spec, spec.inputs, dtype, device)
         self.scale = torch.empty(1, dtype=dtype, device=device) if spec.scales_layers else None
         experts, self.beside = spec.experts_of(index), None
         self.experts = None if experts is None else Experts(hidden, experts, dtype, device, activation=spec.activation)
         if self.experts is not None and self.experts.spec.is_beside:
             self.beside = Beside(hidden, self.experts, spec.norm_eps, dtype, device)
-        self.has_mlp = self.experts is None or self.beside is not None
+        self.has_mlp = self.shape.inner > 0 and (self.experts is None or self.beside is not None)
         if self.has_mlp:
-            self.gate_up = Gated(self.shape.inner, hidden, spec.mlp_bias, dtype, device, activation=spec.activation)
+            self.gate_up = first_layer(self.shape.inner, hidden, dtype, device, spec.activation, bias=spec.mlp_bias)
             self.down = Linear(hidden, self.shape.inner, spec.mlp_bias, dtype, device)
             self.down.scale = spec.scales.residual
 
@@ -88,7 +92,7 @@ class Layer:
             x = x + (found if self.mlp_after is None else self.mlp_after(found))
         elif self.experts is not None:
             x = self.experts(normed, residual=x)
-        else:
+        elif self.has_mlp:
             x = _add(self.down, self.gate_up(normed), self.mlp_after, x)
         if self.input is not None and own_input is not None:
             x = self.input(x, own_input)
@@ -98,29 +102,29 @@ class Layer:
         """Return what attention, or the mixer, reads, before the output projection: [tokens, its columns]."""
         if self.mixer is not None:
             return self.mixer(x, self.qkv(x), forward.states, self.cache)
+        if self.latent is not None:
+            return self.latent(self.qkv(x), partial(self._turned, norm=None, turn=turn), forward, self.cache)
         dim, parts = self.shape.head_dim, self.qkv(x).split(list(filter(None, self.rows)), dim=-1)
         q, *own = (part.unflatten(-1, (-1, dim)) for part in parts)
         q, gate = q.unflatten(1, (-1, 2)).unbind(2) if self.spec.gates_attention else (q, None)
-        q = q if self.q_norm is None else _norm(self.q_norm, q)
-        q = self._turned(q, turn)
+        q = self._turned(q, self.q_norm, turn)
         q = q if turn is None or turn.query_scale is None else q * turn.query_scale
         if self.shape.shares is not None:
             k, v = kept[self.shape.shares]  # written to the cache again, with the same bits
         else:
-            k, v = own[0], own[-1]
-            k = self._turned(k if self.k_norm is None else _norm(self.k_norm, k), turn)
-            v = v if self.v_norm is None else _norm(self.v_norm, v)
+            k, v = self._turned(own[0], self.k_norm, turn), _norm(self.v_norm, own[-1])
         if self.is_shared:
             kept[self.index] = k, v
         seen = forward.attend(self.cache, q, k, v).flatten(1)
         return seen if gate is None else seen * sigmoid(gate.flatten(1), self._kernels)
 
-    def _turned(self, x: Tensor, turn: Turn | None) -> Tensor:
-        """Return rotated queries or keys: [tokens, heads, head_dim]."""
-        if turn is None:
-            return x
-        part = _separated(x, turn.cos.shape[-1]) if self.spec.is_interleaved else x
-        return rotate(part.float() if self.spec.rotates_wide else part, turn.cos, turn.sin).to(x.dtype)
+    def _turned(self, x: Tensor, norm: RMSNorm | None, turn: Turn | None) -> Tensor:
+        """Return queries or keys after their norm and their rotation: [tokens, heads, head_dim]."""
+        x = _norm(None if self.spec.turns_first else norm, x)
+        if turn is not None:
+            part = _separated(x, turn.cos.shape[-1]) if self.spec.is_interleaved else x
+            x = rotate(part.float() if self.spec.rotates_wide else part, turn.cos, turn.sin).to(x.dtype)
+        return _norm(norm if self.spec.turns_first else None, x)
 
     def parts(self) -> list[tuple[str, Linear, int, int]]:
         """Return (checkpoint name, linear layer, first row, end row) for each weight. Q, K and V are rows of one linear
@@ -132,17 +136,14 @@ class Layer:
         for name, rows, end in zip(into, sizes, accumulate(sizes), strict=True):
             found.append((prefix + name, self.qkv, end - rows, end))
         found.append((prefix + out, self.output, 0, hidden))
-        if self.mixer is not None:
-            found += self.mixer.parts(prefix)
         if self.has_mlp:
-            gate, up, down = self.spec.mlp
-            found.append((prefix + gate, self.gate_up, 0, inner if up else 2 * inner))
-            if up:
-                found.append((prefix + up, self.gate_up, inner, 2 * inner))
+            *first, down = filter(None, self.spec.mlp)
+            rows = self.spec.first_rows(inner) // len(first)
+            found += [(prefix + name, self.gate_up, rows * i, rows * (i + 1)) for i, name in enumerate(first)]
             found.append((prefix + down, self.down, 0, hidden))
-        if self.experts is not None:
-            found += self.experts.parts(prefix)
-        return found if self.input is None else found + self.input.parts(prefix)
+        for part in (self.mixer, self.latent, self.experts, self.input):
+            found += () if part is None else part.parts(prefix)
+        return found
 
     def targets(self) -> dict[str, Tensor]:
         """Return checkpoint name -> the tensor to read it into."""
@@ -152,14 +153,8 @@ class Layer:
         targets = {f"{prefix}{name}.weight": norm.weight for name, norm in norms if norm is not None}
         if self.sinks is not None:
             targets[sinks_name(self.index)] = self.sinks
-        if self.mixer is not None:
-            targets |= self.mixer.targets(prefix)
-        if self.experts is not None and self.experts.correction is not None:
-            targets[f"{prefix}{self.experts.spec.names[0]}.e_score_correction_bias"] = self.experts.correction
-        if self.beside is not None:
-            targets |= self.beside.targets(prefix)
-        if self.input is not None:
-            targets[f"{prefix}post_per_layer_input_norm.weight"] = self.input.norm.weight
+        for part in (self.mixer, self.latent, self.experts, self.beside, self.input):
+            targets |= {} if part is None else part.targets(prefix)
         if self.scale is not None:
             targets[f"{prefix}layer_scalar"] = self.scale
         for name, linear, begin, end in self.parts():
@@ -191,6 +186,8 @@ class Layer:
             linear.pack(kernels, quantization=quantizations.get(linear), in_file=in_file.get(linear))
         if self.mixer is not None:
             self.mixer.pack(kernels, in_file)
+        if self.latent is not None:
+            self.latent.pack(kernels, bits, in_file)
         if self.experts is not None:
             norm = self.mlp_norm if self.beside is None else self.beside.before
             self.experts.pack(kernels, bits, after_norm(norm, hidden), in_file)
@@ -218,9 +215,9 @@ class Layer:
         return found
 
 
-def _norm(norm: RMSNorm, x: Tensor) -> Tensor:
-    """Return the norm of each head of x, or of all heads together: [tokens, heads, head_dim]."""
-    return norm(x.reshape(-1, len(norm.weight))).view(x.shape)
+def _norm(norm: RMSNorm | None, x: Tensor) -> Tensor:
+    """Return the norm of each head of x, or of all heads together, or x itself: [tokens, heads, head_dim]."""
+    return x if norm is None else norm(x.reshape(-1, len(norm.weight))).view(x.shape)
 
 
 def _separated(x: Tensor, rotated: int) -> Tensor:

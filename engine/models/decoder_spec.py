@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 
 from ..quantized.config import Weights
 from .experts import ExpertsSpec
-from .family import BEFORE, MLP, PLAIN, NormKind, NormNames
+from .family import BEFORE, MLP, PLAIN, UNGATED, NormKind, NormNames
+from .latent import LatentShape
 from .rope import Rope
 from .states import MixerShape
 
@@ -30,10 +31,16 @@ class LayerShape(NamedTuple):
 
     kv_heads: int
     head_dim: int
-    inner: int  # intermediate size of the MLP
+    inner: int  # intermediate size of the MLP; 0: the layer has neither MLP nor experts
     has_values: bool = True  # False: the projection of keys is that of values too
     shares: int | None = None  # the layer whose keys and values it attends to, in place of its own
     mixer: MixerShape | None = None  # what it has in place of attention, with a state in place of keys and values
+    latent: LatentShape | None = None  # of multi-head latent attention; kv_heads is 1 then, and head_dim that of keys
+
+    @property
+    def v_head_dim(self) -> int:
+        """The numbers of a value in the cache."""
+        return self.head_dim if self.latent is None else self.latent.rank
 
 
 class InputsSpec(NamedTuple):
@@ -64,6 +71,7 @@ class DecoderSpec:
     output_bias: bool
     mlp_bias: bool
     qk_norm: Literal["", "head", "all"] = ""  # see Family
+    turns_first: bool = False  # see Family
     norms_values: bool = False  # see Family
     mlp: tuple[str, str, str] = MLP  # see Family
     joins_qkv: bool = False  # see Family
@@ -90,14 +98,20 @@ class DecoderSpec:
             return "inputs of each layer's own"
         if self.has_states:
             return "layers that keep states"
+        if any(shape.latent is not None for shape in self.shapes):
+            return "multi-head latent attention"
         if self.gates_attention:
             return "gates of attention"
         if any(shape.shares is not None for shape in self.shapes):
             return "layers that share keys and values"
         if len(set(self.shapes)) > 1:
             return "layers of several sizes"
+        if not all(shape.inner for shape in self.shapes):
+            return "layers without an MLP"
         if self.norms_values:
             return "norms of values"
+        if self.turns_first:
+            return "norms of queries and keys after their rotation"
         if self.scales_layers:
             return "scales of each layer's result"
         if self.is_parallel:
@@ -132,10 +146,10 @@ class DecoderSpec:
         """Return the rows of a layer's projections of queries, keys and values, or of those before its mixer; 0: there
         is none."""
         shape = self.shapes[layer]
-        if shape.mixer is not None:
-            return shape.mixer.rows
-        own = shape.kv_heads * shape.head_dim if shape.shares is None else 0
-        return self.seen(layer) * (2 if self.gates_attention else 1), own, own if shape.has_values else 0
+        if (own := shape.mixer or shape.latent) is not None:
+            return own.rows
+        size = shape.kv_heads * shape.head_dim if shape.shares is None else 0
+        return self.seen(layer) * (2 if self.gates_attention else 1), size, size if shape.has_values else 0
 
     def biases(self, layer: int) -> tuple[bool, bool]:
         """Return whether these projections of a layer have biases, and whether that of the output has one."""
@@ -145,11 +159,20 @@ class DecoderSpec:
     def seen(self, layer: int) -> int:
         """Return the numbers of a token that a layer's output projection multiplies."""
         shape = self.shapes[layer]
-        return self.num_heads * shape.head_dim if shape.mixer is None else shape.mixer.seen
+        own = shape.mixer or shape.latent
+        return self.num_heads * shape.head_dim if own is None else own.seen
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """Return the shape of a layer's experts; None: it has an MLP alone."""
         return None if self.experts is None or layer in self.experts.dense else self.experts
+
+    def norms_of(self, layer: int) -> NormNames:
+        """Return the names of a layer's norms."""
+        return self.norms if self.shapes[layer].inner else self.norms._replace(mlp=None, mlp_after=None)
+
+    def first_rows(self, inner: int) -> int:
+        """Return the rows of the first weight of an MLP of this size: of gate and up, or of up alone."""
+        return inner if self.activation == UNGATED else 2 * inner
 
     def linears(self, vocab_size: int) -> Iterator[Weights]:
         """Yield the names of the weights of each linear layer that may be quantized, the head's included, their rows
@@ -170,18 +193,27 @@ class DecoderSpec:
         *into, out = (f"{start}{name}.weight" for name in self.attention_names(index))
         yield tuple(into), (sum(rows),) if len(into) == 1 else tuple(filter(None, rows)), hidden
         yield (out,), (hidden,), self.seen(index)
-        for gates, down, inner in self._mlps(index):
-            yield tuple(f"{start}{name}.weight" for name in gates), (2 * inner // len(gates),) * len(gates), hidden
+        for first, down, inner in self._mlps(index):
+            of_each = self.first_rows(inner) // len(first)
+            yield tuple(f"{start}{name}.weight" for name in first), (of_each,) * len(first), hidden
             yield (f"{start}{down}.weight",), (hidden,), inner
+        if (latent := self.shapes[index].latent) is not None and latent.query_rank:
+            yield (f"{start}self_attn.q_b_proj.weight",), (latent.queries,), latent.query_rank
 
     def attention_names(self, layer: int) -> tuple[str, ...]:
         """Return the names of a layer's projections before attention, whose rows are those of `rows`, and after it."""
-        if (mixer := self.shapes[layer].mixer) is not None:
-            return mixer.names
+        if (own := self.shapes[layer].mixer or self.shapes[layer].latent) is not None:
+            return own.names
         if self.joins_qkv:
             return "self_attn.qkv_proj", "self_attn.o_proj"
         names = [name for name, count in zip("qkv", self.rows(layer), strict=True) if count]
         return *(f"self_attn.{name}_proj" for name in names), "self_attn.o_proj"
+
+    def head_weights(self) -> Iterator[tuple[str, int]]:
+        """Yield the names of the weights of each head, which stay in the model's data type, and their numbers."""
+        for index, shape in enumerate(self.shapes):
+            if shape.latent is not None and not shape.latent.in_two:
+                yield f"model.layers.{index}.{shape.latent.head_names[0]}.weight", shape.latent.head_numbers
 
     def _small_linears(self, layer: int) -> Iterator[Weights]:
         """Yield the linear layers of a layer that `quantization` leaves plain: the router, and those of its input."""
@@ -199,7 +231,7 @@ class DecoderSpec:
     def _mlps(self, layer: int) -> Iterator[tuple[tuple[str, ...], str, int]]:
         """Yield the names of gate and up, that of down, and the intermediate size of a layer's MLP or experts."""
         experts = self.experts_of(layer)
-        if experts is None or experts.is_beside:
+        if self.shapes[layer].inner and (experts is None or experts.is_beside):
             yield tuple(filter(None, self.mlp[:2])), self.mlp[2], self.shapes[layer].inner
         if experts is None:
             return
@@ -215,11 +247,10 @@ class DecoderSpec:
     def multiplied_numbers(self, index: int) -> int:
         """Return the number of these weights by which a layer multiplies a token: those of its own experts."""
         numbers, experts = self.layer_numbers(index), self.experts_of(index)
-        return (
-            numbers
-            if experts is None
-            else numbers - (experts.count - experts.active) * 3 * self.hidden_size * experts.inner
-        )
+        if experts is None:
+            return numbers
+        of_expert = (self.first_rows(experts.inner) + experts.inner) * self.hidden_size
+        return numbers - (experts.count - experts.active) * of_expert
 
     def num_params(self, vocab_size: int) -> int:
         """Return the number of all weights."""
@@ -229,10 +260,12 @@ class DecoderSpec:
             total += self.looked_up + len(self.shapes) * inputs * hidden + inputs
         for index, shape in enumerate(self.shapes):
             (q, k, v), experts = self.rows(index), self.experts_of(index)
-            total += sum(name is not None for name in self.norms) * hidden
-            total += 2 * shape.inner + hidden if self.mlp_bias else 0
+            total += sum(name is not None for name in self.norms_of(index)) * hidden
+            total += self.first_rows(shape.inner) + hidden if self.mlp_bias and shape.inner else 0
             if shape.mixer is not None:
                 total += shape.mixer.others(hidden)
+            elif shape.latent is not None:
+                total += shape.latent.others
             else:
                 total += {"": 0, "head": (1 + bool(k)) * shape.head_dim, "all": q + k}[self.qk_norm]
                 total += (q + k + v if self.qkv_bias else 0) + (hidden if self.output_bias else 0)

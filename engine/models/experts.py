@@ -17,6 +17,7 @@ from .layers import Clamp, Gated, InFile, Linear, Quantization
 from .norms import make_norm
 from .precision import LayerBits
 from .sigmoid import sigmoid
+from .squared import Squared, first_layer
 
 
 class Sigmoids(NamedTuple):
@@ -40,6 +41,7 @@ class ExpertsSpec:
     has_bias: bool = False  # of router and experts
     clamp: Clamp | None = None
     sigmoids: Sigmoids | None = None  # None: a softmax
+    corrects: bool = False  # see ExpertKeys
     shared: int = 0  # intermediate size of the MLP beside the experts; 0: there is none
     shared_names: tuple[str, str, str] = ("", "", "")  # of its gate, up and down in checkpoints
     shared_gate: str = ""  # see ExpertKeys
@@ -48,22 +50,28 @@ class ExpertsSpec:
     scale: float = 1.0  # of what the experts add to the residual stream
 
     def linears(self, expert: int) -> tuple[tuple[str, ...], str]:
-        """Return the names of an expert's gate and up, which may be one tensor, and of its down projection."""
-        _, gate, up, down = (name.format(expert) for name in self.names)
-        return (gate, up) if up else (gate,), down
+        """Return the names of an expert's gate and up, which may be one tensor, or of up alone, and of its down
+        projection."""
+        *first, down = filter(None, (name.format(expert) for name in self.names[1:]))
+        return tuple(first), down
 
     @property
     def shared_linears(self) -> tuple[tuple[str, ...], str]:
         """The same names of the MLP beside the experts."""
-        gate, up, down = self.shared_names
-        return (gate, up) if up else (gate,), down
+        *first, down = filter(None, self.shared_names)
+        return tuple(first), down
+
+    @property
+    def has_correction(self) -> bool:
+        """Whether a bias is added to the weights by which experts are chosen."""
+        return self.corrects or self.sigmoids is not None
 
     def num_params(self, hidden: int) -> int:
         """Return the number of a layer's weights beside those of the experts' matrices."""
         biases = 1 + 2 * self.inner + hidden if self.has_bias else 0
         norms = 4 * hidden if self.is_beside else 0
         gate = hidden if self.shared_gate else 0
-        return gate + norms + self.count * (hidden + biases + (self.sigmoids is not None) + self.is_beside)
+        return gate + norms + self.count * (hidden + biases + self.has_correction + self.is_beside)
 
 
 class Experts:
@@ -80,12 +88,12 @@ class Experts:
         self.spec = spec
         self.router = Linear(spec.count, hidden, spec.has_bias, dtype, device)
         self.gate_ups = [
-            Gated(spec.inner, hidden, spec.has_bias, dtype, device, activation=activation, clamp=spec.clamp)
+            first_layer(spec.inner, hidden, dtype, device, activation, bias=spec.has_bias, clamp=spec.clamp)
             for _ in range(spec.count)
         ]
         self.downs = [Linear(hidden, spec.inner, spec.has_bias, dtype, device) for _ in range(spec.count)]
-        self.correction = None  # of the sigmoids by which experts are chosen
-        if spec.sigmoids is not None:
+        self.correction = None  # of the weights by which experts are chosen
+        if spec.has_correction:
             self.correction = torch.empty(spec.count, dtype=torch.float32, device=device)
         # What the weights of a token's experts are multiplied by in the end
         self.scales = torch.empty(spec.count, dtype=dtype, device=device) if spec.is_beside else None
@@ -94,9 +102,9 @@ class Experts:
         self._mixture: Mixture | None = None
         self._is_described = False
         self._matmuls: ctypes.Array[Multiplied] | None = None  # to which it points
-        self.shared: tuple[Gated, Linear] | None = None
+        self.shared: tuple[Gated | Squared, Linear] | None = None
         if spec.shared:
-            gate_up = Gated(spec.shared, hidden, False, dtype, device, activation=activation)
+            gate_up = first_layer(spec.shared, hidden, dtype, device, activation)
             self.shared = gate_up, Linear(hidden, spec.shared, False, dtype, device)
         self.shared_gate = Linear(1, hidden, False, dtype, device) if spec.shared_gate else None
         for down in (*self.downs, *(self.shared or ())[1:]):
@@ -192,7 +200,10 @@ class Experts:
         logits = self.router(x)
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         if self.spec.sigmoids is None:
-            weights, chosen = logits.softmax(-1, dtype=wide).topk(self.spec.active, -1)
+            shares = logits.softmax(-1, dtype=wide)
+            ranked = shares if self.correction is None else shares + self.correction
+            chosen = ranked.topk(self.spec.active, -1).indices
+            weights = shares.gather(1, chosen)
         else:
             weights, chosen = self._by_sigmoids(logits.to(wide), self.spec.sigmoids)
         if self.spec.is_normalized:
@@ -220,17 +231,23 @@ class Experts:
         found = [(prefix + self.spec.names[0], self.router, 0, self.spec.count)]
         for expert, (gate_up, last) in enumerate(zip(self.gate_ups, self.downs, strict=True)):
             gates, down = self.spec.linears(expert)
-            rows = 2 * self.spec.inner // len(gates)
+            rows = len(gate_up.weight) // len(gates)
             found += [(prefix + name, gate_up, rows * i, rows * (i + 1)) for i, name in enumerate(gates)]
             found.append((prefix + down, last, 0, len(last.weight)))
         if self.shared is not None:
             (gate_up, last), (gates, down) = self.shared, self.spec.shared_linears
-            rows = 2 * self.spec.shared // len(gates)
+            rows = len(gate_up.weight) // len(gates)
             found += [(prefix + name, gate_up, rows * i, rows * (i + 1)) for i, name in enumerate(gates)]
             found.append((prefix + down, last, 0, len(last.weight)))
         if self.shared_gate is not None:
             found.append((prefix + self.spec.shared_gate, self.shared_gate, 0, 1))
         return found
+
+    def targets(self, prefix: str) -> dict[str, Tensor]:
+        """Return checkpoint name -> the tensor to read it into; not those of the linear layers."""
+        if self.correction is None:
+            return {}
+        return {f"{prefix}{self.spec.names[0]}.e_score_correction_bias": self.correction}
 
     def pack(
         self,

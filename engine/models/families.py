@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .expert_families import EXPERT_FAMILIES, HUNYUAN_NAMES
 from .family import (
     AFTER,
     AROUND,
@@ -17,6 +18,7 @@ from .family import (
     ScaleKeys,
     Stacking,
 )
+from .latent_families import LATENT_FAMILIES
 from .state_families import (
     EXPERT_NAMES,
     GRANITE_EXPERTS,
@@ -24,6 +26,7 @@ from .state_families import (
     MIXTRAL_NAMES,
     SHARED_EXPERT,
     SHARED_EXPERTS,
+    SHARED_MLP,
     STATE_FAMILIES,
 )
 
@@ -200,6 +203,45 @@ FAMILIES = {
             "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
         ),
     ),
+    "GlmForCausalLM": Family(
+        attention_bias=True,
+        output_bias=False,
+        head_dim=128,
+        kv_heads=2,
+        max_positions=131072,
+        norm_eps=1.5625e-7,
+        mlp=JOINED_MLP,
+        rotated_part=0.5,
+        is_interleaved=True,
+    ),
+    "GemmaForCausalLM": Family(
+        head_dim=256,
+        kv_heads=16,
+        max_positions=8192,
+        tied=True,
+        norm=NormKind(offset=1.0, is_wide=True),
+        scales_by_size=True,
+        activation=("hidden_act", "gelu_pytorch_tanh"),
+    ),
+    "InternLM3ForCausalLM": Family(
+        only=(("qkv_bias", False), ("bias", False)),
+        mlp_bias=True,
+        head_dim=128,
+        kv_heads=2,
+        max_positions=32768,
+        norm_eps=1e-5,
+    ),
+    "HeliumForCausalLM": Family(
+        output_bias=False,
+        mlp_bias=True,
+        head_dim=128,
+        kv_heads=20,
+        max_positions=4096,
+        norm_eps=1e-8,
+        theta=100_000.0,
+        is_interleaved=True,
+        norm=NormKind(is_wide=True),
+    ),
     "MixtralForCausalLM": Family(
         qkv_bias=False,
         output_bias=False,
@@ -236,6 +278,12 @@ FAMILIES = {
         rotates_wide=True,
         wide_angles=True,
         tied=True,
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        norm_eps=1e-5,
+        qk_norm="head",
+        turns_first=True,
+        renames=HUNYUAN_NAMES,
     ),
     "OlmoeForCausalLM": Family(
         only=(("clip_qkv", None),),
@@ -343,12 +391,29 @@ FAMILIES["GptOssGguf"] = replace(
         clamp=True,
     ),
 )
+# GLM-4 in GGUF files of old checkpoints.
+FAMILIES["GlmJoinedGguf"] = replace(FAMILIES["GlmForCausalLM"], joins_qkv=True)
 FAMILIES["GraniteMoeForCausalLM"] = replace(
     FAMILIES["GraniteForCausalLM"],
     mlp_bias=False,
     experts=GRANITE_EXPERTS,
 )
-# Granite MoE in GGUF files, which have the tensors of Mixtral.
-FAMILIES["GraniteMoeGguf"] = replace(FAMILIES["GraniteMoeForCausalLM"], experts=FAMILIES["MixtralForCausalLM"].experts)
+FAMILIES["GraniteMoeSharedForCausalLM"] = replace(
+    FAMILIES["GraniteMoeForCausalLM"],
+    experts=GRANITE_EXPERTS._replace(shared=SHARED_MLP, shared_inner="shared_intermediate_size"),
+)
+# Both in GGUF files, which have the tensors of Mixtral.
+FAMILIES["GraniteMoeGguf"] = replace(
+    FAMILIES["GraniteMoeForCausalLM"],
+    experts=ExpertKeys(
+        MIXTRAL_NAMES,
+        inner="intermediate_size",
+        is_normalized=True,
+        shared=SHARED_EXPERTS,
+        shared_inner="shared_intermediate_size",
+    ),
+)
+FAMILIES |= EXPERT_FAMILIES
 # Families with layers that keep states.
 FAMILIES |= STATE_FAMILIES
+FAMILIES |= LATENT_FAMILIES

@@ -41,7 +41,7 @@ class ExpertKeys(NamedTuple):
     """The experts of a family: the names of their tensors, and the keys of config.json that describe them."""
 
     # Of router, gate, up and down, the last three with {} for a number. If gate and up are one tensor, its name is that
-    # of the gate, and up has none.
+    # of the gate, and up has none; if there is no gate, it has none.
     names: tuple[str, str, str, str]
     stacking: Stacking | None = None  # None: each expert has tensors of its own; else their names have no number
     inner: str = "moe_intermediate_size"
@@ -55,13 +55,18 @@ class ExpertKeys(NamedTuple):
     # Weights are sigmoids times routed_scaling_factor; experts are chosen by them plus a bias, from the topk_group best
     # of n_group groups. Otherwise weights are a softmax.
     has_sigmoids: bool = False
-    # Names of gate, up and down of the experts of all tokens, which are one MLP: of n_shared_experts experts, or of the
-    # size that a key names.
+    scale: float = 1.0  # default of routed_scaling_factor
+    corrects: bool = False  # with a softmax: experts are chosen by it plus a bias
+    # Names of gate, up and down of the experts of all tokens, which are one MLP: of as many experts as the key
+    # shared_count says, or of the size that the key shared_inner says.
     shared: tuple[str, str, str] | None = None
+    shared_count: str = "n_shared_experts"
     shared_inner: str = ""
     shared_gate: str = ""  # the name of a projection to one number, by whose sigmoid that MLP's output is multiplied
-    first_dense: int = 0  # default of the next key: layers that have an MLP instead; 0: it is not read
+    first_dense: int | None = None  # default of the next key: layers that have an MLP instead; None: it is not read
     first_dense_key: str = "first_k_dense_replace"
+    step: str = "decoder_sparse_step"  # the key of n: of the layers after those, each n-th one of all has experts
+    last: str = ""  # the key of the last layer that has experts; -1: the model's last one; empty: it is not read
     has_bias: bool = False  # of router and experts
     clamp: bool = False  # the gates are those of swiglu_limit and swiglu_alpha, see layers.Clamp
     is_beside: bool = False  # layers have experts and an MLP, each with norms of its own, see experts.Beside
@@ -92,6 +97,7 @@ AROUND = NormNames(
 )
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 JOINED_MLP = ("mlp.gate_up_proj", "", "mlp.down_proj")
+UNGATED = "relu2"  # relu(x) ** 2: the activation of MLPs without a gate, see squared.py
 PLAIN = NormKind()
 UNSCALED = ScaleKeys()
 
@@ -104,15 +110,17 @@ class Family:
     attention_bias: bool = False  # default of that key
     output_bias: bool | None = None
     qk_norm: Literal["", "head", "all"] = ""  # of each head of queries and keys, or of all heads together
+    turns_first: bool = False  # they are rotated before these norms, which are of each head
     may_norm_qk: bool = False  # there are these norms if use_qk_norm says so
     norms_values: bool = False  # each head of values is divided by its root mean square
     mlp_bias: bool = False  # whether the key mlp_bias is read
     # The names of gate, up and down of a layer's MLP. If gate and up are one tensor, its name is that of the gate, and
-    # up has none.
+    # up has none; if there is no gate, it has none.
     mlp: tuple[str, str, str] = MLP
     inner: str = "intermediate_size"
     adjusts_inner: bool = False  # the keys by which LFM2 computes that size from another are read
     renames: tuple[tuple[str, str], ...] = ()  # parts of tensors' names in checkpoints, and what Llama has for them
+    has_sublayers: bool = False  # the keys and names of checkpoints are those that sublayers.py converts
     regroups: bool = False  # checkpoints have the rows before linear attention in another order, see regrouped.py
     joins_qkv: bool = False  # Q, K and V are one tensor in checkpoints
     # Half of each query head's rows are its gate: what the head attends to is multiplied by the sigmoid of that.
@@ -120,6 +128,9 @@ class Family:
     # What layers that layer_types names have in place of attention, see delta.py, short_conv.py and mamba2.py; empty:
     # none have.
     mixer: Literal["", "linear", "conv", "mamba"] = ""
+    # Defaults of the keys of multi-head latent attention, see latent.py; None: it has another kind.
+    latent: tuple[tuple[str, int], ...] | None = None
+    latent_in_two: bool = False  # see LatentShape.in_two
     # Keys of config.json with the only value that the native decoder supports, their default; false values are alike.
     only: tuple[tuple[str, Any], ...] = ()
     head_dim: int | None = None  # None: hidden_size / heads
@@ -137,8 +148,8 @@ class Family:
     theta: float = 10000.0  # default of rope_theta
     # Which layers have a rotary embedding: all, those of no_rope_layers or no_rope_layer_interval, those with a window,
     # those with a window if sliding_window is not null, else all, or all if position_embedding_type is "rope", else
-    # none.
-    rotating: Literal["all", "listed", "windowed", "windowed_or_all", "named"] = "all"
+    # none, or none.
+    rotating: Literal["all", "listed", "windowed", "windowed_or_all", "named", "none"] = "all"
     is_interleaved: bool = False  # number 2i of a head is rotated with 2i + 1, not with i + head_dim / 2
     rotates_wide: bool = False  # in float32, rounded once
     # Queries are multiplied by 1 + beta * log(1 + floor(position / n)), for llama_4_scaling_beta and
@@ -153,12 +164,14 @@ class Family:
     layers_differ: bool = False  # the keys that layer_kinds.shapes reads are read; the last layer has no window
     has_layer_inputs: bool = False  # see layer_inputs.py; the keys of its sizes are read
     scales_layers: bool = False  # the result of each layer is multiplied by a weight of the checkpoint
+    window_start: int | None = None  # without layer_types, default of max_window_layers, the first layer that has one
     # Without layer_types every n-th layer has no window: n is sliding_window_pattern, with this default.
     window_step: int | None = None
     # Layers with a window have a rotary embedding of their own: key of its base, if there is one, and default.
     local_rope: tuple[str, float] | None = None
     # Default of partial_rotary_factor, the part of each head that is rotated; None: it must be 1.
     rotated_part: float | None = None
+    rotated_key: str = ""  # of how many numbers these are, where partial_rotary_factor is missing
     scales: ScaleKeys = UNSCALED
     scales_by_size: bool = False  # embeddings are multiplied by sqrt(hidden_size), rounded to the model's dtype
     activation: tuple[str, str] = ("hidden_act", "silu")  # key and default

@@ -79,6 +79,7 @@ def _fit_gpu(spec: ModelSpec, device: torch.device, checkpoint: Checkpoint | Non
     if reason := weight_trial.objection(coded, spec.dtype, device, spec.vocab_size):
         return replace(_dequantized(spec), objection=reason)
     _, dequantized = count_blocks(linears, name, stored.scheme)
+    dequantized += sum(numbers for name, numbers in spec.decoder.head_weights() if stored.scheme(name))
     return replace(
         spec, quantization=spec.method, in_blocks={}, dequantized=dequantized, coded=tuple(coded), on_gpu=True
     )
@@ -89,8 +90,9 @@ def _fit_gguf(spec: ModelSpec, device: torch.device) -> ModelSpec:
     from ..gguf.forms import stored_type
 
     in_blocks: Counter[str] = Counter()
+    of_heads = spec.source["quantization_config"]["of_heads"]  # which are dequantized
     for name, count in spec.in_blocks.items():
-        in_blocks[stored_type(name)] += count
+        in_blocks[stored_type(name)] += count - of_heads.get(name, 0)
     if reason := weight_trial.objection(spec.forms, spec.dtype, device, spec.vocab_size):
         raise ConfigError(f"{device} cannot compute with weights of a GGUF file, so use safetensors: {reason}")
     return replace(spec, in_blocks=dict(in_blocks), on_gpu=True)

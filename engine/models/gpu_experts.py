@@ -115,7 +115,8 @@ def _choose_constants(spec: ExpertsSpec, *, has_scales: bool) -> dict[str, Any]:
     count = power_of_two(spec.count)
     return {
         "EXPERTS": spec.count, "EXPERTS_P": count, "ACTIVE": spec.active, "ACTIVE_P": power_of_two(spec.active),
-        "SIGMOID": spec.sigmoids is not None, "NORMALIZE": spec.is_normalized, "SCALES": has_scales,
+        "SIGMOID": spec.sigmoids is not None, "CORRECT": spec.has_correction, "NORMALIZE": spec.is_normalized,
+        "SCALES": has_scales,
         "num_warps": warps(count),
     }  # fmt: skip
 

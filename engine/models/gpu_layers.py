@@ -11,7 +11,7 @@ from ..attention.gpu_cache import power_of_two, warps
 from ..attention.paged_gpu import dependence
 from ..kernels.launching import gpu_kernels, launch
 from .family import NormKind
-from .gpu_gates import Clamp, gate_constants
+from .gpu_gates import Clamp, gate_constants, is_gated
 from .norms import RMSNorm
 
 GATE_TILE = 1024
@@ -86,8 +86,8 @@ def _norm_constants(size: int, row: int, kind: NormKind, traits: tuple[bool, boo
 
 def gated(gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
     """Return activation(gate) * up, [tokens, inner], for gate_up [tokens, 2 * inner]; `clamp`: in place of the
-    activation."""
-    tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    activation. Without a gate, see Squared, [tokens, inner] for [tokens, inner]."""
+    tokens, inner = gate_up.shape[0], gate_up.shape[1] // (1 + is_gated(activation))
     assert gate_up.is_contiguous()
     out, constants = gate_up.new_empty(tokens, inner), _gate_constants(inner, activation, clamp)
     grid = tokens, -(-inner // constants["TILE"])

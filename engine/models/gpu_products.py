@@ -9,6 +9,7 @@ from .layers import Gated, Linear
 from .norms import RMSNorm
 from .single import Single, takes
 from .skinny import Alike, AsStored, Way
+from .squared import Squared
 
 
 def normalized(
@@ -23,8 +24,8 @@ def normalized(
 
 
 def product(linear: Linear, x: Tensor, activation: str) -> Tensor:
-    """Return the layer; if it is Gated with its activation."""
-    return gated(linear.product(x), activation) if isinstance(linear, Gated) else linear(x)
+    """Return the layer; if it is the first of an MLP with its activation."""
+    return gated(linear.product(x), activation) if isinstance(linear, Gated | Squared) else linear(x)
 
 
 def after_norm(
@@ -39,7 +40,7 @@ def after_norm(
     scale: Tensor | None = None,
 ) -> Tensor:
     """Do as `normalized`, and return the `product` of what it returns."""
-    gate = activation if isinstance(linear, Gated) else ""
+    gate = activation if isinstance(linear, Gated | Squared) else ""
     way = _possible(linear, way, x)
     if isinstance(way, Single | AsStored) and added is None and norm is not None and takes(norm, x):
         return linear.few(x, way, activation=gate, norm=norm)

@@ -13,6 +13,7 @@ from ..attention.paged_gpu import dependence, is_interpreted
 from ..kernels.launching import gpu_kernels, launch
 from . import scaled
 from .gpu_form import Form
+from .gpu_gates import is_gated
 from .gpu_tiles import LEAST_ROWS, MOST_ROWS, TILES, UNIFORM_TILE, AnyTile, Tile, Tiles, tile_of
 from .norms import RMSNorm
 from .routing import Routed
@@ -329,7 +330,7 @@ class GPUProduct:
         is added to it in place. `norm`: of x, before the product, see single.takes."""
         out = residual
         if out is None:
-            out = torch.empty(1, self.outputs // 2 if activation else self.outputs, dtype=self._result, device=x.device)
+            out = torch.empty(1, self.outputs // (1 + is_gated(activation)), dtype=self._result, device=x.device)
         first = 0
         for weight in self._weights:
             last, row = first + weight.rows, weight.row(x)

@@ -50,6 +50,12 @@ def after_gate(gate_up: Sequence[Tensor | Stored], columns: Tensor | None) -> Te
     return _or_alike(gate / gate.mean() * (up / up.mean()))
 
 
+def after_squares(up: Sequence[Tensor | Stored], columns: Tensor | None) -> Tensor:
+    """Return the same after relu(x @ up.T) ** 2, whose mean square grows with the square of that of x @ up.T."""
+    squares = torch.cat([_squares(piece, columns) for part in up for piece in _pieces(part)])
+    return _or_alike((squares / squares.mean()).square())
+
+
 def _or_alike(importance: Tensor) -> Tensor:
     """Return 1 for all columns if one is not finite, which zeros and broken weights cause."""
     return torch.where(importance.isfinite().all(), importance, 1.0)

@@ -81,6 +81,10 @@ class LayerInput:
             (f"{prefix}per_layer_projection", self.projection, 0, len(self.projection.weight)),
         ]
 
+    def targets(self, prefix: str) -> dict[str, Tensor]:
+        """Return checkpoint name -> the tensor to read it into; not those of the linear layers."""
+        return {f"{prefix}post_per_layer_input_norm.weight": self.norm.weight}
+
     def pack(self, kernels: Kernels | None, in_file: Mapping[Linear, InFile]) -> None:
         """Pack the weights, see Layer.pack. They are small, and are not quantized."""
         self._kernels = kernels

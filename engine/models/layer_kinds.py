@@ -12,22 +12,23 @@ import torch
 from ..bounds import MAX_EXPERTS, MAX_HEADS, MAX_SIZE
 from ..files import shown
 from ..types import ModelError
-from . import mixer_shapes
+from . import latent, mixer_shapes
 from .decoder_spec import InputsSpec, LayerShape, Scales
 from .experts import ExpertsSpec, Sigmoids
-from .family import ExpertKeys, Family, ScaleKey
+from .family import UNGATED, ExpertKeys, Family, ScaleKey
 from .keys import count_of, number, whole
 from .layers import ACTIVATIONS, Clamp
 from .rope import SCALINGS, Rope, read_rope, rope_parameters, scaling_type
 
 MAX_PERIODS = 1 << 12  # after which the scale of queries grows; there is a table of them
 KINDS = {"full_attention", "sliding_attention"}
+EXPERT_COUNTS = "num_experts", "n_routed_experts", "moe_num_experts"
 
 
 def unsupported(source: Mapping[str, Any], architecture: str, family: Family) -> str | None:
     """Return why the native decoder cannot run a model of a known family, or None if it can."""
     activation = activation_of(source, family)
-    if activation not in ACTIVATIONS:
+    if activation not in ACTIVATIONS and (activation != UNGATED or not family.has_sublayers):
         return f"the native implementation has no activation '{shown(activation)}'"
     bidirectional = source.get("use_bidirectional_attention")
     if source.get("is_causal") is False or (bidirectional and bidirectional != "vision"):
@@ -36,7 +37,7 @@ def unsupported(source: Mapping[str, Any], architecture: str, family: Family) ->
         return f"the native implementation has no sliding windows for {architecture}"
     if family.mixer == "linear" and activation not in ("silu", "swish"):
         return f"the native implementation has no linear attention with the activation '{shown(activation)}'"
-    if family.mixer == "mamba" and activation not in ("silu", "swish"):
+    if family.mixer == "mamba" and not family.has_sublayers and activation not in ("silu", "swish"):
         return f"the native implementation has no layers of Mamba2 with the activation '{shown(activation)}'"
     for key, value in family.only:
         if (source.get(key, value) or None) != (value or None):
@@ -88,7 +89,8 @@ def _by_layer(source: Mapping[str, Any], family: Family) -> tuple[dict[str, Any]
 def activation_of(source: Mapping[str, Any], family: Family) -> Any:
     """Return the name of the activation of the gates."""
     key, default = family.activation
-    return source.get(key) or default
+    found = source.get(key) or default
+    return default if key == "hidden_act" and found == "gelu" and default.startswith("gelu") else found  # as in Gemma
 
 
 def is_tied(source: Mapping[str, Any], family: Family) -> bool:
@@ -117,8 +119,8 @@ def inner(source: Mapping[str, Any], family: Family) -> int:
 
 def rotates(source: Mapping[str, Any], family: Family, num_layers: int) -> tuple[bool, ...]:
     """Return of each layer whether it has a rotary embedding, unless its window decides."""
-    if family.rotating == "named":
-        return (source.get("position_embedding_type") == "rope",) * num_layers
+    if family.rotating in ("named", "none"):
+        return (family.rotating == "named" and source.get("position_embedding_type") == "rope",) * num_layers
     if family.rotating != "listed":
         return (True,) * num_layers
     listed = source.get("no_rope_layers")
@@ -146,11 +148,11 @@ def windows(
             step = whole(source, "sliding_window_pattern", family.window_step)
             found = [window if (layer + 1) % step else None for layer in range(num_layers)]
             return (*found[:-1], None) if family.layers_differ else tuple(found)
-        if not family.layer_windows:
+        if not family.layer_windows and family.window_start is None:
             return (window,) * num_layers
         if family.rotating == "listed":
             return tuple(None if turns else window for turns in rotates)
-        first = number(source, "max_window_layers", 28)
+        first = number(source, "max_window_layers", family.window_start or 28)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ModelError(f"config.json: layer_types must name all {num_layers} layers")
@@ -168,6 +170,10 @@ def shapes(
     no attention."""
     if family.mixer:
         return mixer_shapes.read(source, family, plain, len(windows))
+    if family.latent is not None:
+        heads = whole(source, "num_attention_heads", maximum=MAX_HEADS)
+        sizes = latent.read(source, dict(family.latent), heads, in_two=family.latent_in_two)
+        return (plain._replace(kv_heads=1, head_dim=sizes.key, latent=sizes),) * len(windows)
     if not family.layers_differ:
         return (plain,) * len(windows)
     is_joined = bool(source.get("attention_k_eq_v", False))
@@ -227,9 +233,12 @@ def ropes(
     """Return the rotary embeddings, and for each layer the index of its own or -1."""
     if odd := next((shape.head_dim for shape in shapes if shape.head_dim % 2), None):
         raise ModelError(f"config.json: head_dim must be even for rotary embeddings, not {odd}")
-    head_dim = shapes[0].head_dim
+    head_dim = shapes[0].head_dim if shapes[0].latent is None else shapes[0].latent.rotated
     if family.rotated_part is not None:
-        head_dim = int(head_dim * _rotated_part(source, rope_parameters(source), family.rotated_part))
+        default = family.rotated_part
+        if source.get(family.rotated_key) is not None:
+            default = whole(source, family.rotated_key, maximum=head_dim) / head_dim
+        head_dim = int(head_dim * _rotated_part(source, rope_parameters(source), default))
         if head_dim % 2 or not head_dim:
             raise ModelError(
                 f"config.json: partial_rotary_factor rotates {head_dim} numbers of a head, not an even number"
@@ -268,9 +277,10 @@ def _with_scaled_queries(source: Mapping[str, Any], rope: Rope) -> Rope:
     return replace(rope, query_beta=beta)
 
 
-def scores(source: Mapping[str, Any], family: Family, head_dim: int) -> tuple[float, float | None]:
-    """Return the scale and the cap of the scores of attention with heads of this size."""
-    scale = _scale(source, family.scales.scores, head_dim**-0.5)
+def scores(source: Mapping[str, Any], family: Family, shape: LayerShape, rope: Rope) -> tuple[float, float | None]:
+    """Return the scale and the cap of the scores of a layer's attention."""
+    default = shape.head_dim**-0.5 if shape.latent is None else latent.scale(shape.latent, rope)
+    scale = _scale(source, family.scales.scores, default)
     return scale, None if family.caps is None else _cap(source, "attn_logit_softcapping", family.caps[0])
 
 
@@ -310,19 +320,28 @@ def experts(source: Mapping[str, Any], family: Family, num_layers: int) -> Exper
         return None
     if keys.enabled and not source.get(keys.enabled, False):
         return None
-    given = next((key for key in ("num_experts", "n_routed_experts") if key in source), "num_local_experts")
+    given = next((key for key in EXPERT_COUNTS if key in source), "num_local_experts")
+    source = _with_one(_with_one(source, given), keys.active)
     count = whole(source, given, maximum=MAX_EXPERTS)
     if count * num_layers > MAX_EXPERTS:
         raise ModelError(f"config.json: {num_layers} layers of {count} experts are more than {MAX_EXPERTS} experts")
     only = source.get("mlp_only_layers") or []
     if not isinstance(only, list):
         raise ModelError(f"config.json: mlp_only_layers must be a list, not {shown(only)}")
-    step = whole(source, "decoder_sparse_step", 1)
+    if (kinds := source.get("mlp_layer_types")) is not None:  # comes before the other keys
+        if not isinstance(kinds, list) or len(kinds) != num_layers or {*map(repr, kinds)} - {"'dense'", "'sparse'"}:
+            raise ModelError(
+                f"config.json: mlp_layer_types must be a list with dense or sparse for each of the {num_layers} layers"
+            )
+        only = [index for index, kind in enumerate(kinds) if kind == "dense"]
+    step = whole(source, keys.step, 1)
+    last = source.get(keys.last, -1)
+    last = num_layers - 1 if last == -1 else count_of(source, keys.last, 0)
     is_normalized = keys.is_normalized
     if is_normalized is None:
         is_normalized = bool(source.get("norm_topk_prob", keys.normalizes))
-    first_dense = keys.first_dense
-    if keys.first_dense:
+    first_dense = 0
+    if keys.first_dense is not None and kinds is None:
         first_dense = count_of(source, keys.first_dense_key, keys.first_dense)
     inner, active = whole(source, keys.inner, maximum=MAX_SIZE), whole(source, keys.active, maximum=count)
     return ExpertsSpec(
@@ -331,14 +350,17 @@ def experts(source: Mapping[str, Any], family: Family, num_layers: int) -> Exper
         inner=inner,
         is_normalized=is_normalized,
         dense=frozenset(
-            index for index in range(num_layers) if index < first_dense or index in only or (index + 1) % step
+            index
+            for index in range(num_layers)
+            if not first_dense <= index <= last or index in only or (index + 1) % step
         ),
         names=keys.names,
         has_bias=keys.has_bias,
         clamp=_clamp(source) if keys.clamp else None,
         is_beside=keys.is_beside,
         scale=_scale(source, family.scales.residual, 1.0),
-        sigmoids=_sigmoids(source, count, active) if keys.has_sigmoids else None,
+        sigmoids=_sigmoids(source, count, active, keys.scale) if keys.has_sigmoids else None,
+        corrects=keys.corrects,
         shared=_shared(source, keys, inner),
         shared_gate=keys.shared_gate,
         epsilon=keys.epsilon,
@@ -351,18 +373,28 @@ def _shared(source: Mapping[str, Any], keys: ExpertKeys, inner: int) -> int:
     if keys.shared is None:
         return 0
     if keys.shared_inner:
-        return whole(source, keys.shared_inner, maximum=MAX_SIZE)
-    return inner * count_of(source, "n_shared_experts", 1, maximum=MAX_SIZE // inner)
+        return count_of(source, keys.shared_inner, 0, maximum=MAX_SIZE)
+    return inner * count_of(source, keys.shared_count, 1, maximum=MAX_SIZE // inner)
 
 
-def _sigmoids(source: Mapping[str, Any], count: int, active: int) -> Sigmoids:
+def _with_one(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return config.json with one value of a key that may have a list with the same one for each layer."""
+    listed = source.get(key)
+    if not isinstance(listed, list):
+        return source
+    if not listed or any(each != listed[0] for each in listed):
+        raise ModelError(f"config.json: {key} must be the same for all layers")
+    return {**source, key: listed[0]}
+
+
+def _sigmoids(source: Mapping[str, Any], count: int, active: int, scale: float) -> Sigmoids:
     groups = whole(source, "n_group", 1, maximum=count)
     if count % groups or (groups > 1 and count < 2 * groups):
         raise ModelError(f"config.json: {count} experts cannot be divided into {groups} groups of two or more")
     kept = whole(source, "topk_group", 1, maximum=groups)
     if active > kept * (count // groups):
         raise ModelError(f"config.json: {kept} of {groups} groups have fewer than {active} experts")
-    return Sigmoids(groups, kept, _positive(source, "routed_scaling_factor", 1.0))
+    return Sigmoids(groups, kept, _positive(source, "routed_scaling_factor", scale))
 
 
 def _clamp(source: Mapping[str, Any]) -> Clamp:

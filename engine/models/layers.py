@@ -120,7 +120,7 @@ class Linear:
     faster."""
 
     scale = 1.0
-    gate: Gate | None = None  # of a weight that holds gate and up
+    gate: Gate | None = None  # of a weight that holds gate and up, or of a Squared
     row_scale = 1.0  # of the weight's rows that `rows` returns
 
     def __init__(self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
@@ -354,11 +354,7 @@ class Gated(Linear):
         """
         if self._clamp is not None:
             return None
-        parts: list[Tensor | Stored] = [self.weight]
-        if in_file is not None:
-            parts = [part for part in in_file.parts if isinstance(part, Stored)]
-            assert len(parts) == len(in_file.parts), "weights in blocks or codes are not rounded again"
-        return after_gate(parts, columns)
+        return after_gate(plain_parts(self.weight, in_file), columns)
 
     def _pack(
         self,
@@ -394,6 +390,15 @@ class Gated(Linear):
         """Return gate and up before the activation, [rows, 2 * inner]; not for weights that are packed as gated."""
         assert not self._fused
         return super().__call__(x)
+
+
+def plain_parts(weight: Tensor, in_file: InFile | None) -> list[Tensor | Stored]:
+    """Return a weight that is to be rounded, or its parts in files."""
+    if in_file is None:
+        return [weight]
+    parts: list[Tensor | Stored] = [part for part in in_file.parts if isinstance(part, Stored)]
+    assert len(parts) == len(in_file.parts), "weights in blocks or codes are not rounded again"
+    return parts
 
 
 def gated(both: Tensor, activation: Callable[[Tensor], Tensor], gate: Gate, kernels: Kernels | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ..bounds import MAX_HEADS
@@ -36,11 +37,16 @@ def read(source: Mapping[str, Any], family: Family, plain: LayerShape, num_layer
         raise ModelError(f"config.json: layer_types names {shown(unknown[0])}, which no layer of this model can be")
     if "full_attention" not in kinds:
         raise ModelError("config.json: layer_types names no layer with attention")
-    if kind not in kinds:
-        return (plain,) * num_layers
-    readers: dict[str, Callable[[Mapping[str, Any]], MixerShape]] = {"linear": linear, "conv": _conv, "mamba": _mamba}
-    other = plain._replace(mixer=readers[family.mixer](source))
-    return tuple(other if each == kind else plain for each in kinds)
+    readers: dict[str, Callable[[Mapping[str, Any]], MixerShape]] = {
+        "linear": linear,
+        "conv": _conv,
+        "mamba": partial(_mamba, family=family),
+    }
+    other = plain._replace(mixer=readers[family.mixer](source)) if kind in kinds else plain
+    found = [other if each == kind else plain for each in kinds]
+    for layer in source.get("layers_without_mlp", []) if family.has_sublayers else []:  # see sublayers.py
+        found[layer] = found[layer]._replace(inner=0)
+    return tuple(found)
 
 
 def _by_interval(source: Mapping[str, Any], num_layers: int) -> list[str]:
@@ -86,7 +92,7 @@ def _conv(source: Mapping[str, Any]) -> ConvShape:
     return ConvShape(hidden, whole(source, "conv_L_cache", 3, maximum=MAX_TAPS), bool(source.get("conv_bias", False)))
 
 
-def _mamba(source: Mapping[str, Any]) -> Mamba2Shape:
+def _mamba(source: Mapping[str, Any], family: Family) -> Mamba2Shape:
     """Return the sizes of layers of Mamba2."""
     groups = whole(source, "mamba_n_groups", 1, maximum=MAX_HEADS)
     heads = whole(source, "mamba_n_heads", 128, maximum=MAX_HEADS)
@@ -95,7 +101,7 @@ def _mamba(source: Mapping[str, Any]) -> Mamba2Shape:
     inner = whole(source, "mamba_expand", 2, maximum=MAX_DIM) * whole(source, "hidden_size")
     given = {} if source.get("mamba_d_head") == "auto" else source
     size = whole(given, "mamba_d_head", inner // heads, maximum=MAX_DIM)
-    if heads * size != inner:
+    if heads * size != inner and not family.has_sublayers:
         raise ModelError(
             f"config.json: mamba_expand makes {inner} numbers of a token, not those of {heads} heads of {size}"
         )

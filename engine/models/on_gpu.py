@@ -3,8 +3,9 @@
 A layer takes nine launches, and a tenth if the step has prompts beside decodes. With few rows, and in the
 batch-invariant mode with any number, our kernels may compute products as well, with the gate and the residual: eight
 launches; of a single row with the norm, too: six. A layer of experts takes three more, and our kernels compute the
-experts' products for any number of rows. Norms of all heads together take two more, gates of attention one, and an
-input of the layer's own five. A mixer in place of attention takes two or three launches, and its small projections one.
+experts' products for any number of rows. Norms of all heads together take two more, gates of attention one, latent
+attention four or five, and an input of the layer's own five. A mixer in place of attention takes two or three launches,
+and its small projections one.
 decoder_layer.py computes the same in torch: it is used where these kernels cannot be, and it is the tests' oracle.
 """
 
@@ -32,6 +33,7 @@ from .experts import Beside
 from .family import BEFORE
 from .forward import Forward
 from .gpu_experts import RoutedExperts
+from .gpu_latent import GPULatent
 from .gpu_layers import add, add_norm, gate_heads, gated, normalize
 from .gpu_products import after_norm, before_residual, normalized, product
 from .gpu_weights import relative
@@ -81,7 +83,9 @@ class OnGPU:
         self._embedding, self._layers, self._rotaries, self._inputs = embedding, layers, rotaries, inputs
         self._choices = choices or {}
         self._decoder, self._activation = model.decoder, model.decoder.activation
-        self._head_norms = [head_norms(layer) for layer in layers]
+        self._of_heads = [
+            head_norms(layer) if layer.latent is None else GPULatent(layer.latent, model.dtype) for layer in layers
+        ]
         self._experts = [
             None if layer.experts is None else RoutedExperts(layer.experts, self._activation) for layer in layers
         ]
@@ -102,7 +106,7 @@ class OnGPU:
         inputs = None if self._inputs is None else self._inputs(forward.ids, x)
         added, after, scale = None, None, None  # what is to be added to it, its norm, and the scale of the sum
         tiles, act = tiles_of(self._choices, len(x)), self._activation
-        for layer, norms, experts in zip(self._layers, self._head_norms, self._experts, strict=True):
+        for layer, own, experts in zip(self._layers, self._of_heads, self._experts, strict=True):
             normed = None  # the input of attention and of the MLP beside it
             if layer.mixer is not None:
                 before = normalized(x, added, layer.attention_norm, after, scale)
@@ -115,12 +119,14 @@ class OnGPU:
                 else:
                     norm = layer.attention_norm
                     qkv = after_norm(layer.qkv, tiles.qkv, x, added, norm, activation=act, after=after, scale=scale)
-                seen = _attend(forward, layer, qkv, None if layer.turn < 0 else rotations[layer.turn], norms)
+                seen = _attend(forward, layer, qkv, None if layer.turn < 0 else rotations[layer.turn], own)
             added, after = before_residual(layer.output, tiles.output, seen, x), layer.attention_after
             scale = layer.scale
             if experts is not None and layer.beside is None:
                 experts.add_to(x, normalized(x, added, layer.mlp_norm, after))
                 added, after = None, None
+                continue
+            if not layer.has_mlp:
                 continue
             if normed is not None:
                 add(x, added, after)
@@ -137,12 +143,18 @@ class OnGPU:
         return x
 
 
-def _attend(forward: Forward, layer: Layer, qkv: Tensor, rotation: Rotation | None, norms: HeadNorms | None) -> Tensor:
-    """Return what attention reads, before the output projection: [tokens, its columns]."""
+def _attend(
+    forward: Forward, layer: Layer, qkv: Tensor, rotation: Rotation | None, own: HeadNorms | GPULatent | None
+) -> Tensor:
+    """Return what attention reads, before the output projection: [tokens, its columns]. `own`: the norms of its heads,
+    or what computes latent attention."""
     plan, backend = cast(Plan, forward.plan), cast(PagedGPU, forward.cache.backend)
+    cache = forward.cache.layers[layer.cache]
+    if isinstance(own, GPULatent):
+        return own.attend(qkv, rotation, backend, cache, plan)
     normalize_together(layer, qkv)
     gated = layer.spec.gates_attention
-    seen = backend.attend_qkv(forward.cache.layers[layer.cache], qkv, rotation, norms, plan, gated=gated)
+    seen = backend.attend_qkv(cache, qkv, rotation, own, plan, gated=gated)
     if gated:
         gate_heads(seen, qkv)
     return seen.flatten(1)
@@ -173,7 +185,7 @@ def head_norms(layer: Layer) -> HeadNorms | None:
     q, k = layer.q_norm, layer.k_norm
     if q is None or layer.spec.qk_norm == "all":
         return None
-    return HeadNorms(q.gain, (k or q).gain, q.eps, q.kind.is_wide, layer.v_norm is not None)
+    return HeadNorms(q.gain, (k or q).gain, q.eps, q.kind.is_wide, layer.v_norm is not None, layer.spec.turns_first)
 
 
 def normalize_together(layer: Layer, qkv: Tensor) -> None:

@@ -87,7 +87,8 @@ def rounded_shapes(
         bits = layer_bits(quantization, index, len(found), num_params)
         assert bits is not None
         shapes += [(sum(qkv) - values[index], hidden, bits.others), (values[index], hidden, bits.value)]
-        for number, (_, rows, columns) in enumerate(others):  # output, then gate and up before each down
+        # Output, then gate and up before each down, and last the projection of queries from their latent
+        for number, (_, rows, columns) in enumerate(others):
             is_down = number > 0 and number % 2 == 0
             shapes.append((sum(rows), columns, bits.down if is_down else bits.others))
     return [shape for shape in shapes if shape[0]]  # a layer may have no values of its own

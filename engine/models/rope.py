@@ -44,6 +44,7 @@ class Rope:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     part: float = 1.0  # of the frequencies: the others are 0
+    alpha: float = 0.0  # of a dynamic scaling that does not depend on the length; 0: it does
     query_beta: float = 0.0  # see Family.scales_queries; 0: queries are not scaled
 
     @property
@@ -69,6 +70,8 @@ def frequencies(rope: Rope, max_len: int) -> tuple[Tensor, float]:
         turned = int(rope.part * dim // 2)
         angles[:turned] = 1.0 / base ** exponents[:turned] / (rope.factor or 1.0)
         return angles, 1.0
+    if rope.scaling == "dynamic" and rope.alpha:
+        return 1.0 / (base * rope.alpha ** (dim / (dim - 2))) ** exponents, 1.0
     if rope.scaling == "dynamic":
         length = max(max_len, rope.max_positions)
         base *= (factor * length / rope.max_positions - (factor - 1)) ** (dim / (dim - 2))
@@ -211,7 +214,7 @@ def read_rope(source: Mapping[str, Any], head_dim: int, max_positions: int, *, t
         "longrope": ("short_factor", "long_factor"),
         "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     }.get(scaling, ())
-    for key in needed:
+    for key in () if scaling == "dynamic" and found.get("alpha") else needed:
         if found.get(key) is None:
             raise ModelError(f"config.json: rotary scaling {scaling!r} needs {key!r}")
 
@@ -241,11 +244,14 @@ def read_rope(source: Mapping[str, Any], head_dim: int, max_positions: int, *, t
             high_freq_factor=float(found.get("high_freq_factor") or 4),
             short_factor=factors["short_factor"],
             long_factor=factors["long_factor"],
+            alpha=float(found.get("alpha") or 0) if scaling == "dynamic" else 0.0,
             part=float(found.get("partial_rotary_factor") or 1) if scaling == "proportional" else 1.0,
         )
         longest = rope.longest
     except (TypeError, ValueError, OverflowError):
         raise ModelError("config.json: a rotary parameter is not a number") from None
+    if rope.alpha < 0:
+        raise ModelError(f"config.json: alpha of the rotary parameters must be positive, not {shown(rope.alpha)}")
     if not 1 <= longest <= MAX_NUMBER:
         raise ModelError(f"config.json: the rotary parameters are for {longest:.3g} tokens, which no model takes")
     try:

@@ -12,7 +12,7 @@ from ..attention.gpu_cache import power_of_two
 from ..attention.paged_gpu import FP8_CAPABILITY, dependence, is_interpreted, multiprocessors
 from ..kernels.launching import gpu_kernels, launch
 from .gpu_form import Form
-from .gpu_gates import Clamp, gate_constants
+from .gpu_gates import Clamp, gate_constants, is_gated
 from .norms import RMSNorm
 
 MOST_STEP = 4096  # columns of a plain weight that a program multiplies at once
@@ -78,7 +78,7 @@ def _plain(
     bias, add = traits
     padded = power_of_two(columns)
     step = min(padded, MOST_STEP)
-    rows = max(1, 32 * single.warps * single.numbers // (step * (2 if activation else 1)))
+    rows = max(1, 32 * single.warps * single.numbers // (step * (2 if is_gated(activation) else 1)))
     constants = {
         "COLUMNS": columns, "COLUMNS_P": padded, "STEP": step, "ROWS": rows, "BIAS": bias, "ADD": add,
         **gate_constants(activation, clamp), "num_warps": single.warps,
@@ -125,7 +125,7 @@ def _quantized(columns: int, form: Form, row: Row, activation: str, packed: bool
     step = min(power_of_two(words), 4 * 32 * num_warps)  # a thread loads four words
     chunks = -(-words // step)
     at_once = row.words // 2 if form.has_zeros else row.words  # zero points take registers, too
-    rows = max(2 if activation else 1, 32 * num_warps * at_once // (step * chunks))
+    rows = max(2 if is_gated(activation) else 1, 32 * num_warps * at_once // (step * chunks))
     return {
         "COLUMNS": columns, "COLUMNS_P": power_of_two(columns), "BITS": form.bits, "FLOAT": form.is_float,
         "ZEROS": form.has_zeros, "SLICE": stored if form.is_float else form.slice, "GROUP": form.group,

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..attention.paged_gpu import dependence, has_large_memory, is_interpreted, shared_memory
 from ..kernels.launching import gpu_kernels, launch
 from . import single
-from .gpu_gates import Clamp, gate_constants
+from .gpu_gates import Clamp, gate_constants, is_gated
 from .norms import RMSNorm
 from .routing import Routed
 from .single import SINGLES, Single
@@ -189,12 +189,12 @@ def multiply(
     """Return x @ weight.T + bias, [tokens, rows], for x: [tokens, columns], of which only rows must be contiguous.
 
     `residual`: contiguous; the result times `scale` is added to it in place. `activation`: the weight's first half is
-    the gate, see Gated; `clamp`: in place of the activation. `dtype`: of the result; None: that of x. `routed`: the
-    result has a row for each pair; weight and bias are those of the first expert. `norm`: of x, before the product, see
-    single.takes; only with a Single.
+    the gate, see Gated, if there is one; `clamp`: in place of the activation. `dtype`: of the result; None: that of x.
+    `routed`: the result has a row for each pair; weight and bias are those of the first expert. `norm`: of x, before
+    the product, see single.takes; only with a Single.
     """
     tokens, columns = x.shape
-    rows = weight.shape[0] // 2 if activation else weight.shape[0]
+    rows = weight.shape[0] // 2 if is_gated(activation) else weight.shape[0]
     x = x if x.stride()[1] == 1 else x.contiguous()
     assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
     out = residual
@@ -214,7 +214,7 @@ def multiply(
     sums = arrived = x
     is_divided = tile.parts > 1 and not tile.is_serial
     if tile.parts > 1:
-        assert not activation and routed is None
+        assert not is_gated(activation) and routed is None
     if is_divided:
         sums = torch.empty(tile.parts, tokens, rows, dtype=torch.float32, device=x.device)
         arrived = _arrived(x.device)

@@ -20,7 +20,7 @@ from ..kernels.blocks import FORMATS, blocks_bytes
 from ..kernels.matmul import quantized_bytes
 from ..quantized.config import Scheme, TypeOf, count_blocks, parse
 from ..types import ConfigError, ModelError
-from . import layer_kinds, multimodal
+from . import layer_kinds, multimodal, sublayers
 from .architectures import architecture, native_architecture
 from .decoder_spec import DecoderSpec, LayerShape, sinks_name
 from .families import FAMILIES
@@ -174,6 +174,7 @@ class ModelSpec:
         assert self.decoder is not None
         linears = self.decoder.linears(self.vocab_size)
         in_blocks, dequantized = count_blocks(linears, type_of, scheme)
+        dequantized += sum(numbers for name, numbers in self.decoder.head_weights() if scheme(name))
         name = self.method if in_blocks else "none"
         return replace(self, quantization=name, in_blocks=in_blocks, dequantized=dequantized)
 
@@ -270,6 +271,9 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
     if not is_part and (native := native_architecture(source)) != name:
         name = native or f"{name} of the type '{shown(source['model_type'])}'"
     family = FAMILIES.get(name)
+    renames = () if family is None else family.renames
+    if family is not None and family.has_sublayers:
+        renames, source = sublayers.renames(source), sublayers.as_layers(source)
     if family is None:
         reason: str | None = f"the native implementation has no {name}; it has {', '.join(FAMILIES)}"
     else:
@@ -310,8 +314,9 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=family.mlp_bias and bool(source.get("mlp_bias", False)),
         qk_norm=family.qk_norm if source.get("use_qk_norm") or not family.may_norm_qk else "",
+        turns_first=family.turns_first,
         norms_values=family.norms_values,
-        is_interleaved=family.is_interleaved,
+        is_interleaved=family.is_interleaved and source.get("rope_interleave") is not False,
         rotates_wide=family.rotates_wide,
         wide_angles=family.wide_angles,
         norms=family.norms,
@@ -345,14 +350,14 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
                 heads,
                 shape.kv_heads,
                 shape.head_dim,
-                shape.head_dim,
+                shape.v_head_dim,
                 scale,
                 window,
                 cap,
                 sinks_name(index) if family.has_sinks else None,
             )
             for index, (shape, window) in enumerate(zip(shapes, windows, strict=True))
-            for scale, cap in [layer_kinds.scores(source, family, shape.head_dim)]
+            for scale, cap in [layer_kinds.scores(source, family, shape, ropes[0])]
             if shape.shares is None and shape.mixer is None
         ],
         num_params=num_params,
@@ -375,7 +380,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         return None if found is None else found.blocks_type(columns)
 
     def scheme(name: str) -> Scheme | None:
-        return stored.scheme(original(name, family.renames))
+        return stored.scheme(original(name, renames))
 
     return spec.stored_as(type_of, scheme)
 

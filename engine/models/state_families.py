@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .family import MLP, ExpertKeys, Family, NormKind, ScaleKey, ScaleKeys, Stacking
+from .family import MLP, UNGATED, ExpertKeys, Family, NormKind, ScaleKey, ScaleKeys, Stacking
 
 # These are of families without such layers as well.
 MIXTRAL_NAMES = (
@@ -82,6 +82,35 @@ STATE_FAMILIES = {
         mixer="conv",
     ),
 }
+# Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano.
+STATE_FAMILIES["NemotronHForCausalLM"] = Family(
+    kv_heads=8,
+    head_dim=128,
+    max_positions=4096,
+    norm_eps=1e-5,
+    eps_key="layer_norm_epsilon",
+    norm=NormKind(is_wide=True),
+    mlp=("", "mlp.up_proj", "mlp.down_proj"),
+    activation=("mlp_hidden_act", UNGATED),
+    only=(
+        ("mlp_hidden_act", UNGATED),
+        ("mamba_hidden_act", "silu"),
+        ("mlp_bias", False),
+        ("moe_latent_size", None),
+        ("residual_in_fp32", False),
+    ),
+    rotating="none",
+    mixer="mamba",
+    has_sublayers=True,
+    experts=ExpertKeys(
+        ("mlp.gate", "", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        enabled="n_routed_experts",
+        normalizes=True,
+        has_sigmoids=True,
+        shared=("", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
+        shared_inner="moe_shared_expert_intermediate_size",
+    ),
+)
 # Granite 4.0 in GGUF files, in which gate and up are two tensors, and each expert has some of its own.
 STATE_FAMILIES["GraniteHybridGguf"] = replace(
     STATE_FAMILIES["GraniteMoeHybridForCausalLM"],

@@ -149,7 +149,7 @@ class Checkpoint:
             if entry is None:
                 own = self.original(name)
                 raise ModelError(f"the checkpoint lacks the tensor {own}; is it complete, and of this architecture?")
-            if entry.shape != tuple(target.shape):
+            if entry.shape not in (tuple(target.shape), (1, *target.shape)):  # some vectors are matrices of one row
                 raise ModelError(
                     f"the tensor {self.original(name)} in {entry.file} has the shape {list(entry.shape)}, "
                     f"but config.json asks for {list(target.shape)}"

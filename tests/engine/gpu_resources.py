@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.attention.gpu_cache import Shape, near_lines, padded, power_of_two, tile_rows, warps
+from engine.attention.gpu_cache import Shape, near_lines, padded, power_of_two, tile_rows, tile_widths, warps
 from engine.attention.gpu_plan import FEW_ROWS
 from engine.attention.gpu_shapes import attend_shape, is_short, queries_of
 from engine.attention.layer import LARGEST, AttentionLayer
@@ -30,6 +30,8 @@ from engine.kernels.gpu import (
     changes,
     delta,
     experts,
+    heads,
+    latents,
     layers,
     logits,
     mamba2,
@@ -42,13 +44,25 @@ from engine.kernels.gpu import (
 )
 from engine.kernels.gpu import scaled as scaled_kernels
 from engine.kernels.gpu import single as single_kernels
-from engine.models import gpu_delta, gpu_experts, gpu_mamba2, gpu_short_conv, gpu_tiles, gpu_weights, scaled, single
+from engine.models import (
+    gpu_delta,
+    gpu_experts,
+    gpu_heads,
+    gpu_latent,
+    gpu_mamba2,
+    gpu_short_conv,
+    gpu_tiles,
+    gpu_weights,
+    scaled,
+    single,
+)
 from engine.models import skinny as few_rows
 from engine.models.gpu_form import ROUNDED, Form
 from engine.models.gpu_gates import gate_constants
 from engine.models.gpu_layers import GATE_TILE
 from engine.models.gpu_tiles import Tile
 from engine.models.gpu_weights import DEQUANTIZED_ROWS, DEQUANTIZED_WARPS, LOOKED_UP
+from engine.models.latent import MAX_RANK, LatentShape
 from engine.models.on_gpu import MAX_HIDDEN
 from engine.models.scaled import Narrow
 from engine.models.single import SINGLES, Row, Single
@@ -81,12 +95,15 @@ LAYERS = {
     "Phi-3": layer(32, 32, 96),
     "Gemma 4": layer(16, 2, 512),
     "wide": layer(16, 1, 512),
+    "GLM 4.7 Flash": AttentionLayer(20, 1, 576, 512, scale=1.0),
+    "DeepSeek V3": AttentionLayer(128, 1, 576, 512, scale=1.0),
 }
 # Other rotations of the heads of Llama 8B: what they have that its own do not.
 TURNS = {
     "nothing": {"TURNED": 0, "NORM": False},
     "three quarters": {"TURNED": 96, "PERIOD": 8192},
     "half, alternating": {"TURNED": 64, "INTERLEAVED": True, "WIDE_TURN": True},
+    "everything, before the norms": {"TURN_FIRST": True},
     "a quarter, gated": {"TURNED": 32, "GATED": True},
 }
 # Numbers of a hidden state, and of the MLP's.
@@ -112,8 +129,15 @@ MIXERS: dict[str, MixerShape] = {
     "conv of 24": ConvShape(24, 4, has_bias=True),
     "Granite 4.0 H Micro": mamba(1, 64, 128, 64, 4),
     "Granite 4.0 H Small": mamba(1, 128, 128, 64, 4),
+    "Nemotron Nano 9B v2": mamba(8, 128, 128, 80, 4),
     "Mamba2 of heads of 256": mamba(1, 64, 256, 256, 4),
     "Mamba2 of heads of 8 and 16": mamba(2, 8, 8, 16, 3),
+}
+LATENTS = {
+    "DeepSeek V2 Lite": LatentShape(heads=16, query_rank=0, rank=512, plain=128, rotated=64, value=128),
+    "DeepSeek V3": LatentShape(heads=128, query_rank=1536, rank=512, plain=128, rotated=64, value=128),
+    "GLM 4.7 Flash": LatentShape(heads=20, query_rank=768, rank=512, plain=192, rotated=64, value=256),
+    "latents of odd sizes": LatentShape(heads=3, query_rank=MAX_RANK, rank=40, plain=12, rotated=6, value=20),
 }
 Arguments = tuple[dict[str, Any], dict[str, Any]]  # types and constants
 PARTED = {"sums_ptr": "*fp32", "arrived_ptr": "*i32"}
@@ -125,6 +149,7 @@ FUSED = (
     delta.recur,
     experts.choose,
     experts.combine,
+    heads.multiply,
     layers.add_norm,
     layers.gate,
     mamba2.convolve_steps,
@@ -160,15 +185,36 @@ def attend(
     signature |= dict.fromkeys(("sums_ptr", "weights_ptr", "sinks_ptr"), "*fp32")
     signature |= {"scale": "fp32", "softcap": "fp32"}
     constants = {
-        "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim, "V_DIM": layer.v_head_dim,
-        "DIM_P": padded(layer.head_dim), "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "QUERIES": queries,
-        "ROWS": tile_rows(layer, queries), "PARTED": is_decode,
-        "TILE": shape.keys, "UNIFORM": uniform, "SKIP": shape.skips,
+        "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "SHARING": shape.sharing, **tile_widths(layer),
+        "BLOCK": 16, "QUERIES": queries,
+        "ROWS": tile_rows(layer, queries, shape.sharing), "PARTED": is_decode, "TILE": shape.keys, "UNIFORM": uniform,
+        "SKIP": shape.skips,
         "WINDOW": layer.window or 0, "SOFTCAP": layer.softcap is not None, "SINKS": layer.sinks is not None,
         "SCALED": is_scaled, "WIDEN": False, "DEPENDENT": arch >= 90,
         "NEAR": near_lines(layer, 16) if shape.is_early and not is_scaled else 0,
     }  # fmt: skip
     return (signature, constants), shape
+
+
+def latent(
+    shape: LatentShape, dtype: torch.dtype, *, arch: int
+) -> Iterator[tuple[str, Any, Arguments, int | dict[str, int]]]:
+    """Yield what latent attention computes beside attention, as GPULatent launches it."""
+    pointers = ("projected_ptr", "query_gain_ptr", "gain_ptr", "queries_ptr", "keys_ptr", "q_ptr", "out_ptr")
+    types = dict.fromkeys((*pointers, "x_ptr", "weight_ptr"), "*" + NAMES[dtype])
+    types |= {"positions_ptr": "*i64", "angles_ptr": "*fp32", "query_eps": "fp32", "eps": "fp32"}
+    turn = {"TURNED": True, "INTERLEAVED": True, "WIDE": False}
+    for name, kernel, own in (
+        ("normalize", latents.normalize, gpu_latent._norm_constants(shape) | turn),
+        ("turn", latents.rotate, gpu_latent._turn_constants(shape) | turn),
+    ):
+        constants = {**own, "DEPENDENT": arch >= 90}
+        yield name, kernel, (types, constants), constants.pop("num_warps")
+    for rows, columns in ((shape.rank, shape.plain), (shape.value, shape.rank)):
+        for tile in dict.fromkeys(gpu_heads.tile_of(dtype, tokens, uniform=False) for tokens in (1, 1024)):
+            constants = {**gpu_heads._constants(rows, columns, tile), "WIDEN": False, "DEPENDENT": arch >= 90}
+            warps_of = constants.pop("num_warps")
+            yield f"heads {rows} by {columns}, {tile.tokens} tokens", heads.multiply, (types, constants), warps_of
 
 
 def store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> Arguments:
@@ -188,8 +234,9 @@ def rotate_store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, 
     constants = {
         "HEADS": layer.num_heads, "KV_HEADS": layer.num_kv_heads, "DIM": layer.head_dim,
         "GROUP_P": power_of_two(layer.num_heads // layer.num_kv_heads), "HALF_P": power_of_two(layer.head_dim // 2),
-        "BLOCK": 16, "GATED": False, "OWN": 2, "NORM": True, "WIDE": False, "NORM_VALUES": layer.head_dim > 256,
-        "TURNED": layer.head_dim, "INTERLEAVED": False, "WIDE_TURN": False, "PERIOD": 0, "SCALED": cache in LARGEST,
+        "BLOCK": 16, "GATED": False, "OWN": 2, "NORM": True, "WIDE": False, "TURN_FIRST": False,
+        "NORM_VALUES": layer.head_dim > 256, "TURNED": layer.head_dim,
+        "INTERLEAVED": False, "WIDE_TURN": False, "PERIOD": 0, "SCALED": cache in LARGEST,
         "DEPENDENT": arch >= 90,
     }  # fmt: skip
     return signature, constants
@@ -236,7 +283,7 @@ def single_products(label: str, size: Single, *, arch: int) -> Iterator[tuple[st
     """Yield products of a single row with plain weights as single.multiply launches them."""
     pointers = ("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr", "gain_ptr", "out_ptr")
     for columns in (1024, 4096, 12288):
-        for kind, activation in (("gate", "silu"), ("residual", "")):
+        for kind, activation in (("gate", "silu"), ("square", "relu2"), ("residual", "")):
             own, _ = single._plain(columns, size, activation, None, (not activation, not activation))
             constants = {name: value for name, value in own.items() if name != "num_warps"}
             constants |= {"NORM": bool(activation), "WIDE": False, "DEPENDENT": arch >= 90}
@@ -251,8 +298,8 @@ def row_products(
     types = dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr", "out_ptr"), "*" + NAMES[dtype]) | {"eps": "fp32"}
     types |= {"quads_ptr": "*i64", "gains_ptr": "*i64", "words_ptr": "*i32"}
     types |= {name: weight(form, dtype)[0][name] for name in ("scales_ptr", "zeros_ptr")}
-    for columns, kind in ((4096, "gate"), (4096, "residual"), (12288, "residual")):
-        activation = "silu" if kind == "gate" else ""
+    for columns, kind in ((4096, "gate"), (4096, "square"), (4096, "residual"), (12288, "residual")):
+        activation = {"gate": "silu", "square": "relu2"}.get(kind, "")
         own = single._quantized(columns, form, size, activation, not form.is_float or arch >= 89)
         options = {name: own[name] for name in ("num_warps", "maxnreg")}
         constants = {name: value for name, value in own.items() if name not in options}
@@ -272,7 +319,7 @@ def chosen(count: int, active: int, *, arch: int) -> Arguments:
     signature["scales_ptr"] = "*bf16"
     constants = {
         "EXPERTS": count, "EXPERTS_P": power_of_two(count), "ACTIVE": active, "ACTIVE_P": power_of_two(active),
-        "SIGMOID": True, "NORMALIZE": True, "SCALES": True, "DEPENDENT": arch >= 90,
+        "SIGMOID": True, "CORRECT": True, "NORMALIZE": True, "SCALES": True, "DEPENDENT": arch >= 90,
     }  # fmt: skip
     return signature | {"scale": "fp32"}, constants
 
@@ -425,6 +472,8 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
                 arguments, shape = attend(each, dtype, cache, kind=kind, arch=arch)
                 yield f"{kind} {label}", attention.attend, arguments, shape
             yield f"store {label}", storing.store, store(each, dtype, cache), 1
+            if each.head_dim != each.v_head_dim:
+                continue  # such keys are not rotated there
             arguments = rotate_store(each, dtype, cache, arch=arch)
             num_warps = warps(2 * arguments[1]["GROUP_P"] * arguments[1]["HALF_P"])
             yield f"rotate {label}", storing.rotate_store, arguments, num_warps
@@ -438,7 +487,7 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
                 norm = add_norm(hidden, dtype, centered=centered, arch=arch)
                 yield f"norm {'centered ' * centered}{label}", layers.add_norm, norm, warps(norm[1]["SIZE_P"])
             yield f"gate_heads {label}", layers.gate_heads, gate_heads(hidden, dtype, arch=arch), warps(GATE_TILE)
-            for activation in ("silu", "gelu", "gelu_pytorch_tanh", "relu"):
+            for activation in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2"):
                 yield (
                     f"gate {label} {activation}",
                     layers.gate,
@@ -479,7 +528,7 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
     for size in SINGLES:
         yield from single_products(f"one row, {size.warps} warps, {size.numbers} numbers bf16", size, arch=arch)
     for size in dict.fromkeys(itertools.chain(*(few_rows.CANDIDATES[rows] for rows in (16, 32, 64)))):
-        for kind, activation in (("gate", "silu"), ("residual", "")):
+        for kind, activation in (("gate", "silu"), ("square", "relu2"), ("residual", "")):
             found = few(size, torch.bfloat16, activation=activation, add=not activation, dependent=arch >= 90)
             label = f"few {size.tokens} rows, tiles of {size.rows} by {size.columns}, {kind} bf16"
             yield label, skinny.multiply, found, size.warps
@@ -511,6 +560,10 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for kernel, arguments, options in mixer(mixed, dtype, arch=arch):
                 yield f"{kernel.__name__} {name} {NAMES[dtype]}", kernel, arguments, options
+    for name, of_latents in LATENTS.items():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for kind, kernel, arguments, options in latent(of_latents, dtype, arch=arch):
+                yield f"{kind} of {name} {NAMES[dtype]}", kernel, arguments, options
     for name, vocab_size in VOCABULARIES.items():
         for kernel, arguments in sampling(vocab_size, arch):
             yield f"{kernel.__name__} logits of {name}", kernel, arguments, WARPS

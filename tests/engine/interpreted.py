@@ -101,6 +101,36 @@ def test_mixed_rows_equal_dense_attention(small, shape, block_size, held, rules)
     assert pool.run() < 1e-5
 
 
+@pytest.mark.parametrize(
+    "shape, held, at_once, most",
+    [
+        ((20, 576, 512), torch.float32, (1, 2), 1e-5),  # in float32 of 16 rows
+        ((21, 560, 500), torch.int8, (1, 2), 1e-5),
+        ((21, 576, 512), torch.float16, (1, 1), 4e-3),
+        ((20, 576, 512), torch.bfloat16, (3, 2), 3e-2),
+        ((20, 40, 32), torch.bfloat16, (6, 1), 3e-2),
+    ],
+    ids=str,
+)
+def test_latents_of_which_many_heads_share_a_key_equal_dense_attention(monkeypatch, shape, held, at_once, most):
+    """With keys of one tile and of two, whose query heads are divided among programs. `at_once`: queries of an item of
+    a longer row, and the programs that share it."""
+    monkeypatch.setattr(gpu_plan, "SPLIT", 32)
+    group, dim, v_dim = shape
+    layer = layer_of(1, dim, v_dim, group=group, scale=dim**-0.5)
+    dtype, of_shape, sharing = torch.float32 if held in LARGEST else held, paged_gpu.attend_shape, {}
+
+    def attend_shape(layer, dtype, queries, *args, **traits):
+        found = of_shape(layer, dtype, queries, *args, **traits)._replace(keys=16)
+        sharing[queries] = found.sharing
+        return found
+
+    monkeypatch.setattr(paged_gpu, "attend_shape", attend_shape)
+    pool = Pool(1, [40, 3, 67], layer, block_size=16, dtype=dtype, held=held, backend=PagedGPU())
+    assert pool.run() < most
+    assert max(sharing.items()) == at_once and min(sharing) == 1
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_scores_that_are_all_far_below_zero_count_as_any(small, window):
     """Parts and keys that a row does not have weigh nothing, however little the others weigh."""
@@ -180,8 +210,8 @@ def test_padding_tokens_are_not_stored(small):
 @pytest.mark.parametrize(
     "layer, dtype, words",
     [
-        (layer_of(1, 640, 640), torch.bfloat16, "heads of up to 512"),
-        (layer_of(1, 512, 512, group=32), torch.bfloat16, "up to 16 query heads of more than 256 numbers per KV head"),
+        (layer_of(1, 640, 512), torch.bfloat16, "keys of up to 576 numbers and values of up to 512"),
+        (layer_of(1, 576, 576), torch.bfloat16, "keys of up to 576 numbers and values of up to 512"),
         (layer_of(1, 64, 64), torch.float64, "do not compute in float64"),
         (layer_of(1, 16, 16, group=256), torch.bfloat16, "up to 128 query heads"),
     ],

@@ -70,7 +70,7 @@ def test_results_are_those_of_one_expert_after_the_other(kind, dtype, tolerance,
     monkeypatch.setattr(gpu_experts, "TILES", {1: SMALL, ANY: Tile(32, 16, 2, 2, columns=64, shared=8)})
     monkeypatch.setattr(gpu_experts, "ARRANGE_TILE", 16)
     experts = experts_of(dtype, **KINDS[kind])
-    routed = RoutedExperts(experts, "silu")
+    routed = RoutedExperts(experts, "relu2" if kind == "no gates" else "silu")
     for tokens in (1, 23):
         x, residual = numbers(tokens, 40, dtype=dtype), numbers(tokens, 40, dtype=dtype)
         want = experts(x, residual)
@@ -81,7 +81,7 @@ def test_results_are_those_of_one_expert_after_the_other(kind, dtype, tolerance,
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("kind", ["softmax", "biases and a clamp"])
+@pytest.mark.parametrize("kind", ["softmax", "biases and a clamp", "no gates"])
 def test_quantized_weights_stay_quantized(bits, kind, monkeypatch):
     tiles = {1: gpu_weights.Tile(16, 16, 2, 2), ANY: gpu_weights.Tile(32, 16, 2, 2)}
     monkeypatch.setattr(gpu_experts, "QUANTIZED_TILES", tiles)
@@ -90,7 +90,7 @@ def test_quantized_weights_stay_quantized(bits, kind, monkeypatch):
         linear.pack(None, quantization=Quantization(bits))
         assert not linear.weight.numel()
     assert objection(experts) is None
-    routed = RoutedExperts(experts, "silu")
+    routed = RoutedExperts(experts, "relu2" if kind == "no gates" else "silu")
     for tokens in (1, 23):
         x, residual = numbers(tokens, 96), numbers(tokens, 96)
         want = experts(x, residual)
@@ -258,6 +258,9 @@ MIXTURES = [
     "glm4_moe",
     "qwen2_moe",
     "gemma4_text-experts",
+    "ernie4_5_moe",
+    "hunyuan_v1_moe",
+    "minimax_m2",
 ]
 
 

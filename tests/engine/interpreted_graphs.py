@@ -29,6 +29,8 @@ from engine.graph_sizes import Bucket, sizes
 from engine.kernels.gpu import attention as attention_kernels
 from engine.kernels.gpu import delta as delta_kernels
 from engine.kernels.gpu import experts as expert_kernels
+from engine.kernels.gpu import heads as head_kernels
+from engine.kernels.gpu import latents as latent_kernels
 from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import mamba2 as mamba2_kernels
 from engine.kernels.gpu import short_conv as conv_kernels
@@ -62,6 +64,7 @@ def recorder(monkeypatch) -> Iterator[Recorder]:
     monkeypatch.setattr(gpu_plan, "SPLIT", 32)  # so that some decodes have two parts
     of_states = delta_kernels, conv_kernels, mamba2_kernels
     modules = attention_kernels, storing_kernels, *of_states, expert_kernels, layer_kernels, skinny_kernels
+    modules += head_kernels, latent_kernels
     with recorder.kernels(*modules):
         yield recorder
 
@@ -120,6 +123,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 16,
         "attention_bias": True,
     },
+    "youtu": {  # latent attention
+        "architectures": ["YoutuForCausalLM"],
+        "model_type": "youtu",
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+    },
     "qwen3_5": {  # a layer that keeps states, and one with gated attention
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
@@ -151,6 +163,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "num_local_experts": 0,
         "shared_intermediate_size": 48,
+    },
+    "nemotron_h": {  # layers without an MLP, and with one that has no gate
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "MM-*",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 16,
+        "n_groups": 2,
     },
 }
 
@@ -244,7 +266,9 @@ class Trace:
         step = self.runner.launch(batch).sample()
         for old, cache, layer in zip(before, self.caches, self.runner.cache.layers, strict=True):
             is_new = ~old.eq(cache).logical_or(old.isnan() & cache.isnan())  # [blocks, kv_heads, numbers]
-            by_slot = is_new.any(1).view(len(cache), 2, layer.block_size, -1).any(3).any(1)
+            sizes = [layer.block_size * dim for dim in (layer.layer.head_dim, layer.layer.v_head_dim)]
+            keys, values = (part.unflatten(1, (layer.block_size, -1)).any(2) for part in is_new.any(1).split(sizes, 1))
+            by_slot = keys | values
             assert set(by_slot.flatten().nonzero().flatten().tolist()) <= slots
         return step
 
@@ -264,9 +288,11 @@ def tokens_and_logprobs(deltas: list[Any]) -> tuple[list[int], list[float]]:
         ("cohere2", True),
         ("gemma4", True),
         ("gpt_oss", True),
+        ("youtu", True),
         ("qwen3_5", True),
         ("lfm2", False),
         ("granitemoehybrid", True),
+        ("nemotron_h", True),
     ],
 )
 def test_replayed_steps_give_the_tokens_of_launched_ones(name, is_ahead, tmp_path, recorder, monkeypatch):

@@ -31,7 +31,7 @@ from engine.kernels.gpu import attention as attention_kernels
 from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import skinny as skinny_kernels
 from engine.kernels.gpu import storing as storing_kernels
-from engine.models import dummy, gpu_weights, invariance, layers, on_gpu, skinny
+from engine.models import dummy, gpu_latent, gpu_weights, invariance, layers, on_gpu, skinny
 from engine.models.decoder import Decoder
 from engine.models.gpu_experts import RoutedExperts
 from engine.models.gpu_form import ROUNDED
@@ -129,6 +129,7 @@ SHAPES = {
     "window": AttentionLayer(2, 1, 16, 16, scale=0.25, window=PART + 5),
     "short window": AttentionLayer(2, 2, 16, 16, scale=0.25, window=3, softcap=5.0),
     "sinks": AttentionLayer(4, 1, 16, 24, scale=0.25, sinks="sinks"),
+    "keys of two tiles": AttentionLayer(18, 1, 520, 24, scale=0.05),  # and two programs for a KV head
 }
 
 
@@ -404,6 +405,20 @@ def test_layers_of_several_sizes_with_shared_keys_and_inputs_of_their_own_are_pr
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("architecture", ["YoutuForCausalLM", "YoutuGguf"])
+def test_latent_attention_is_proved_too(architecture, tmp_path, monkeypatch):
+    """With the projections of latents in one tensor and in two."""
+    monkeypatch.setitem(OTHERS, architecture, {**MODELS["youtu"], "architectures": [architecture]})
+    model = model_of(architecture, tmp_path)
+    assert (model.product.invariant, model.product.note) == (True, "")
+    assert model.layers[0].shape.latent.in_two == (architecture == "YoutuGguf")
+    multiply = gpu_latent.multiply
+    monkeypatch.setattr(gpu_latent, "multiply", lambda x, *more, **of: multiply(x * (1 + (len(x) == 1)), *more, **of))
+    parts = model.spec, model.embedding, model.layers, model.rotaries, model.inputs
+    assert "numbers of layer 0 depend on the batch on this device" in str(invariance.proof(parts, model.project))
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_layers_with_experts_are_proved_too(tmp_path, name, monkeypatch):
     model = model_of(name, tmp_path)
@@ -424,8 +439,9 @@ def test_layers_with_experts_are_proved_too(tmp_path, name, monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-def test_layers_that_keep_states_are_proved_too(tmp_path):
-    model = model_of("qwen3_5", tmp_path)
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+def test_layers_that_keep_states_are_proved_too(tmp_path, name):
+    model = model_of(name, tmp_path)
     assert (model.product.invariant, model.product.note) == (True, "")
     parts = model.spec, model.embedding, model.layers, model.rotaries, model.inputs
     mixer = model.layers[0].mixer

@@ -140,6 +140,15 @@ def test_gates_are_exact_until_they_are_rounded(inner, activation):
     )
 
 
+@pytest.mark.parametrize("inner", [1, 100, 1500])
+def test_without_a_gate_numbers_are_squared_above_0(inner):
+    torch.manual_seed(inner)
+    x = 4 * torch.randn(3, inner)
+    torch.testing.assert_close(gated(inside(x), "relu2"), x.relu().square())
+    large = torch.tensor([[-torch.inf, -200.0, 0.0, torch.inf, torch.nan]])
+    torch.testing.assert_close(gated(large, "relu2"), large.relu().square(), equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("heads, dim", [(1, 16), (3, 80), (9, 256)])
 def test_what_heads_have_seen_is_multiplied_by_the_sigmoid_of_their_gates(heads, dim, dtype):
@@ -353,8 +362,9 @@ def test_the_final_norm_is_one_call(tmp_path, monkeypatch):
     "name",
     [
         "llama-yarn", "llama-bias", "mistral", "qwen3", "gemma2", "gemma3_text", "granite", "smollm3", "glm4", "olmo3",
-        "ministral3", "cohere2", "gemma4_text-small", "qwen3_5_text", "qwen3_5_moe_text", "lfm2-bias", "lfm2_moe",
-        "granitemoehybrid-mamba",
+        "hunyuan_v1_dense", "ministral3", "cohere2", "gemma4_text-small", "qwen3_5_text", "qwen3_5_moe_text",
+        "lfm2-bias", "lfm2_moe", "granitemoehybrid-mamba", "nemotron_h", "nemotron_h-experts", "deepseek_v2",
+        "deepseek_v3-groups", "youtu",
     ],
 )  # fmt: skip
 def test_steps_equal_those_in_torch(tmp_path, name):
@@ -365,6 +375,23 @@ def test_steps_equal_those_in_torch(tmp_path, name):
     with torch.inference_mode():
         for rows in (CHUNKS, MIXED, DECODES):
             assert model.executors[0].takes(step(model, rows, ours))
+            found = model.executors[0].run(step(model, rows, ours, of_ours))
+            want = eager.run(step(model, rows, torchs, of_torchs))
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h-experts"])
+def test_steps_without_gates_equal_those_in_torch_with_quantized_weights(tmp_path, name, quantization):
+    folder = make(name, tmp_path)
+    config = EngineConfig(model=str(folder), cpu_isa="torch", dtype="float32", quantization=quantization)
+    model = load_model(config, folder)
+    assert isinstance(model, Decoder) and isinstance(model.executors[0], OnGPU)
+    eager = Eager(model.embedding, model.layers, model.rotaries)
+    ours, torchs = cache_of(model), cache_of(model)
+    of_ours, of_torchs = (on_gpu.first_states(model.spec, model.layers, count=2) for _ in range(2))
+    with torch.inference_mode():
+        for rows in (CHUNKS, MIXED, DECODES):
             found = model.executors[0].run(step(model, rows, ours, of_ours))
             want = eager.run(step(model, rows, torchs, of_torchs))
             torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)

@@ -18,6 +18,7 @@ from engine.models import gpu_products, on_gpu, stored_rows
 from engine.models.executor import Eager
 from engine.models.family import NormKind
 from engine.models.gpu_form import ROUNDED, Form
+from engine.models.gpu_gates import is_gated
 from engine.models.gpu_products import after_norm, before_residual
 from engine.models.gpu_weights import GPUProduct, random_weight, relative
 from engine.models.layers import ACTIVATIONS, Gated, Linear
@@ -55,17 +56,17 @@ def norm_of(size: int, dtype: torch.dtype = torch.float16, kind: NormKind | None
 def expected(x: Tensor, weight: Tensor, bias: Tensor, norm: RMSNorm | None, activation: str) -> Tensor:
     """Return the product in float64, of what torch's norm returns."""
     found = (x if norm is None else norm(x)).double() @ weight.double().T + bias.double()
-    if not activation:
-        return found
+    if not is_gated(activation):
+        return found.relu().square() if activation else found
     gate, up = found.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("activation", ["", "silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", ["", "silu", "gelu_pytorch_tanh", "relu2"])
 @pytest.mark.parametrize("columns, rows", [(64, 40), (200, 33), (8200, 5)])  # the last ones in several steps
 def test_a_row_is_normalized_multiplied_gated_and_added(columns, rows, activation, has_norm):
-    x, weight = inside(numbers(1, columns)), numbers(rows * (2 if activation else 1), columns)
+    x, weight = inside(numbers(1, columns)), numbers(rows * (1 + is_gated(activation)), columns)
     bias, residual = numbers(len(weight)), numbers(1, rows, seed=3)
     norm, stream = norm_of(columns) if has_norm else None, inside(residual.clone())
     want = expected(x, weight, bias, norm, activation)
@@ -84,11 +85,11 @@ def test_every_tile_of_a_plain_weight_computes_the_product(single):
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize("activation", ["", "silu", "relu2"])
 @pytest.mark.parametrize("columns, rows", [(200, 40), (1024, 24), (4100, 24)])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_a_quantized_weight_does_the_same(form, columns, rows, activation, has_norm):
-    weight, plain = random_weight(form, rows * (2 if activation else 1), columns, torch.Generator().manual_seed(1))
+    weight, plain = random_weight(form, rows * (1 + is_gated(activation)), columns, torch.Generator().manual_seed(1))
     weight.use({1: ROW})
     product, x = GPUProduct([weight], numbers(len(plain)), torch.float16), inside(numbers(1, columns))
     norm, residual = norm_of(columns) if has_norm else None, numbers(1, rows, seed=3)

@@ -56,6 +56,14 @@ def test_the_gate_is_computed_with_its_product(activation):
     torch.testing.assert_close(found, ACTIVATIONS[activation](gate) * up, rtol=1e-4, atol=1e-4)
 
 
+def test_without_a_gate_the_product_is_squared_above_0_also_if_it_is_computed_in_parts():
+    x, weight, bias = inside(numbers(3, 300)), numbers(24, 300), numbers(24)
+    want = (x @ weight.T + bias).relu().square()
+    for tile in (SMALL, SMALL._replace(parts=2), SMALL._replace(parts=2, is_serial=True)):
+        found = multiply(x, weight, tile, bias=bias, activation="relu2")
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
 def test_the_residual_is_added_in_place_and_rounded_once():
     x, weight, residual = numbers(3, 64, dtype=torch.float16), numbers(24, 64, dtype=torch.float16), numbers(3, 24)
     stream = inside(residual.half())

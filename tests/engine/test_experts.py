@@ -22,7 +22,8 @@ from engine.models.fused import Fused
 from engine.models.layers import Clamp, Gated, Linear
 from engine.models.spec import read_spec
 from tests.engine.test_models import CPU, Bench, prompt
-from tests.models import BASE, GLM4_MOE, QWEN_MOE, load_model, make
+from tests.models import BASE, DOTS1, ERNIE_MOE, EXAONE_MOE, GLM4_MOE, MINIMAX, QWEN_MOE, load_model, make
+from tests.quantized import fp8
 
 QWEN = {**BASE, **QWEN_MOE, "architectures": ["Qwen3MoeForCausalLM"]}
 
@@ -76,7 +77,18 @@ def test_a_token_that_is_no_number_spoils_no_other():
     assert torch.equal(beside[[0, 1, 3, 4]], alone[[0, 1, 3, 4]])
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe-groups", "granitemoe", "granitemoehybrid-nope"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_moe",
+        "gpt_oss",
+        "glm4_moe-groups",
+        "granitemoe",
+        "granitemoehybrid-nope",
+        "minimax_m2",
+        "hunyuan_v1_moe",
+    ],
+)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_experts_are_quantized_and_the_router_is_not(tmp_path, name, quantization):
     if choose("auto", CPU, torch.float32).kernels is None:
@@ -112,6 +124,13 @@ def test_layers_without_experts_have_an_mlp(tmp_path):
         ("mixtral", [Fused, Eager]),
         ("qwen3_moe-sparse", [Fused, Eager]),
         ("glm4_moe", [Fused, Eager]),
+        ("ernie4_5_moe", [Eager]),
+        ("minimax_m2", [Eager]),
+        ("dots1", [Fused, Eager]),
+        ("granitemoeshared", [Fused, Eager]),
+        ("hunyuan_v1_moe", [Eager]),
+        ("solar_open-bias", [Fused, Eager]),
+        ("exaone_moe", [Fused, Eager]),
         ("granitemoehybrid-nope", [Fused, Eager]),
         ("granitemoehybrid-experts", [Eager]),
         ("gpt_oss", [Eager]),
@@ -132,7 +151,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "all experts": {"active": 5},
     "biases and a clamp": {"has_bias": True, "clamp": Clamp(0.5, 1.7)},
     "sigmoids": {"sigmoids": Sigmoids(1, 1, 2.5)},
+    "softmax and a correction": {"corrects": True},
     "scaled results and a shared MLP": {"scale": 0.25, "shared": 32},
+    "no gates": {"names": ("gate", "", "{}.up", "{}.down"), "sigmoids": Sigmoids(1, 1, 2.5), "shared": 32},
 }
 
 
@@ -141,7 +162,7 @@ def random_experts(dtype: torch.dtype, hidden: int, **changes: Any) -> Experts:
     sizes: dict[str, Any] = {"count": 5, "active": 2, "inner": 24, "is_normalized": True, "dense": frozenset()}
     spec = ExpertsSpec(**{**sizes, "names": ("gate", "{}.gate", "{}.up", "{}.down"), **changes})
     draw = torch.Generator().manual_seed(hidden)
-    experts = Experts(hidden, spec, dtype, CPU, activation="silu")
+    experts = Experts(hidden, spec, dtype, CPU, activation="silu" if spec.names[1] else "relu2")
     for linear in [experts.router, *experts.gate_ups, *experts.downs, *(experts.shared or ())]:
         linear.weight.normal_(0, 0.3, generator=draw)
         if linear.bias is not None:
@@ -245,9 +266,9 @@ def test_sliding_windows_of_qwen3_moe_are_left_to_transformers():
 
 def test_every_family_with_experts_names_their_four_tensors():
     named = [family.experts.names for family in FAMILIES.values() if family.experts]
-    assert len(named) == 17
+    assert len(named) == 30
     for router, gate, up, down in named:
-        assert "{}" not in router and all(name.count("{}") == 1 for name in (gate, down, up or gate))
+        assert "{}" not in router and all(name.count("{}") == 1 for name in (down, *filter(None, (gate, up))))
 
 
 # -- experts in one tensor ------------------------------------------------------------------------------------------
@@ -404,6 +425,171 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
 def test_experts_of_glm_that_no_model_has_are_refused(changes, says):
     with pytest.raises(ModelError, match=says):
         read_spec({**GLM, **changes}, EngineConfig(model=""))
+
+
+# -- ERNIE 4.5 --------------------------------------------------------------------------------------------------------
+
+ERNIE = {**BASE, **ERNIE_MOE, "architectures": ["Ernie4_5_MoeForCausalLM"], "num_hidden_layers": 6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "dense"),
+    [
+        ({}, {0}),
+        ({"moe_layer_start_index": 0, "moe_layer_end_index": -1}, set()),
+        ({"moe_layer_start_index": 3, "moe_layer_end_index": 4}, {0, 1, 2, 5}),
+        ({"moe_layer_interval": 2, "moe_layer_end_index": 9}, {0, 2, 4}),
+    ],
+)
+def test_layers_of_ernie_between_two_have_experts(changes, dense):
+    spec = read_spec({**ERNIE, **changes}, EngineConfig(model=""))
+    assert spec is not None and spec.decoder is not None and spec.decoder.experts is not None
+    assert spec.decoder.experts.dense == dense
+
+
+@pytest.mark.parametrize("changes", [{"use_bias": True}, {"moe_norm_min": 0.1}])
+def test_biases_of_ernie_and_other_least_sums_of_weights_are_left_to_transformers(changes):
+    assert read_spec({**ERNIE, **changes}, EngineConfig(model="")) is None
+
+
+@pytest.mark.parametrize("kernels", [None, choose("auto", CPU, torch.float32).kernels], ids=["torch", "ours"])
+def test_a_correction_of_a_softmax_chooses_the_experts_and_is_not_in_their_weights(kernels):
+    spec = ExpertsSpec(3, 1, 4, False, frozenset(), ("", "", "up", ""), corrects=True)
+    experts = Experts(3, spec, torch.float32, CPU, activation="relu")
+    experts.router.weight.copy_(torch.eye(3))
+    assert experts.correction is not None
+    experts.correction.copy_(torch.tensor([0.0, 0.5, 0.0]))
+    experts.pack(kernels, None, None, {})
+    x = torch.tensor([[2.0, 1.5, 0.0], [2.0, 0.0, 0.0]])
+    weights, chosen = experts.route(x)
+    assert chosen.tolist() == [[1], [0]] and torch.allclose(weights, x.softmax(-1).gather(1, chosen))
+
+
+def test_layers_of_ernie_that_predict_further_tokens_are_not_read(tmp_path):
+    folder = make("ernie4_5_moe", tmp_path)
+    before = Bench(load(folder)).step({0: prompt(9)})[0]
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["model.layers.1.mlp.moe_statics.e_score_correction_bias"].shape == (1, 8)
+    further = {"model.mtp_block.0.mlp.up_proj.weight": torch.ones(2), "model.mtp_emb_norm.0.weight": torch.ones(2)}
+    save_file(tensors | further, folder / "model.safetensors")
+    assert torch.equal(Bench(load(folder)).step({0: prompt(9)})[0], before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"moe_num_experts": 0}, "moe_num_experts must be a positive whole number, not 0"),
+        ({"moe_k": 9}, "moe_k must be at most 8"),
+        ({"moe_num_shared_experts": 10**9}, "moe_num_shared_experts must be at most"),
+        ({"moe_layer_start_index": [1, 2]}, "moe_layer_start_index must be a positive whole number"),
+        ({"moe_layer_end_index": -2}, "moe_layer_end_index must be a positive whole number, not -2"),
+        ({"moe_layer_interval": 0}, "moe_layer_interval must be a positive whole number, not 0"),
+    ],
+)
+def test_experts_of_ernie_that_no_model_has_are_refused(changes, says):
+    with pytest.raises(ModelError, match=says):
+        read_spec({**ERNIE, **changes}, EngineConfig(model=""))
+
+
+# -- HunYuan and EXAONE -----------------------------------------------------------------------------------------------
+
+HUNYUAN = {**BASE, "architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 8, "moe_topk": 3}
+EXAONE = {**BASE, **EXAONE_MOE, "architectures": ["ExaoneMoeForCausalLM"]}
+
+
+def test_numbers_of_experts_may_be_listed_for_each_layer():
+    for changes in ({}, {"num_experts": [8, 8, 8], "moe_topk": [3, 3, 3]}):
+        spec = read_spec({**HUNYUAN, **changes}, EngineConfig(model=""))
+        assert spec is not None and spec.decoder is not None and spec.decoder.experts is not None
+        assert (spec.decoder.experts.count, spec.decoder.experts.active) == (8, 3)
+
+
+def test_mlp_layer_types_say_which_layers_have_experts():
+    for changes, dense in (
+        ({}, {0}),
+        ({"first_k_dense_replace": 3}, {0, 1, 2}),
+        ({"first_k_dense_replace": 3, "mlp_layer_types": ["sparse"] * 4 + ["dense"]}, {4}),
+    ):
+        spec = read_spec({**EXAONE, **changes}, EngineConfig(model=""))
+        assert spec is not None and spec.decoder is not None and spec.decoder.experts is not None
+        assert spec.decoder.experts.dense == dense and spec.decoder.experts.sigmoids == Sigmoids(1, 1, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "says"),
+    [
+        (HUNYUAN, {"moe_topk": [3, 2, 3]}, "moe_topk must be the same for all layers"),
+        (HUNYUAN, {"num_experts": []}, "num_experts must be the same for all layers"),
+        (HUNYUAN, {"moe_topk": None}, "has no moe_topk"),
+        (EXAONE, {"mlp_layer_types": ["sparse"]}, "mlp_layer_types must be a list with dense or sparse for each of"),
+        (EXAONE, {"mlp_layer_types": [1] * 5}, "mlp_layer_types must be a list with dense or sparse for each of the 5"),
+        (EXAONE, {"num_shared_experts": -1}, "num_shared_experts must be a positive whole number"),
+    ],
+)
+def test_lists_that_no_model_has_are_refused(source, changes, says):
+    with pytest.raises(ModelError, match=says):
+        read_spec({**source, **changes}, EngineConfig(model=""))
+
+
+# -- dots.llm1 and MiniMax-M2 -----------------------------------------------------------------------------------------
+
+
+def test_layers_of_dots_have_a_window_from_a_certain_one_on():
+    given = {**BASE, **DOTS1, "architectures": ["Dots1ForCausalLM"], "num_hidden_layers": 4, "sliding_window": 8}
+    for changes, want in (
+        ({"max_window_layers": 2}, [None, None, 8, 8]),
+        ({}, [None] * 4),
+        ({"max_window_layers": 0, "sliding_window": None}, [None] * 4),
+        ({"layer_types": ["sliding_attention"] + ["full_attention"] * 3}, [8, None, None, None]),
+    ):
+        spec = read_spec({**given, **changes}, EngineConfig(model=""))
+        assert spec is not None and [layer.window for layer in spec.layers] == want
+
+
+MINIMAX_M2 = {**BASE, **MINIMAX, "architectures": ["MiniMaxM2ForCausalLM"]}
+
+
+@pytest.mark.parametrize("kind", ["minimax", "minimax_m2", None])
+def test_the_first_checkpoint_of_minimax_m2_has_the_type_of_another_model(kind):
+    spec = read_spec({**MINIMAX_M2, "model_type": kind, "rotary_dim": 8}, EngineConfig(model=""))
+    assert spec is not None and spec.decoder is not None and spec.decoder.ropes[0].head_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rotary_dim": 17}, "rotary_dim must be at most 16, not 17"),
+        ({"rotary_dim": 7}, "rotates 7 numbers of a head, not an even number"),
+        ({"num_local_experts": None}, "has no num_local_experts"),
+    ],
+)
+def test_sizes_that_no_minimax_has_are_refused(changes, says):
+    with pytest.raises(ModelError, match=says):
+        read_spec({**MINIMAX_M2, **changes}, EngineConfig(model=""))
+
+
+def test_minimax_in_fp8_has_the_numbers_of_the_published_layout(tmp_path):
+    """Blocks of 128 by 128 numbers share a scale. The router, its bias and the head are plain."""
+    folder, plain = make("minimax_m2", tmp_path / "fp8"), tmp_path / "plain"
+    source = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    assert "model.layers.0.block_sparse_moe.experts.7.w2.weight" in tensors
+    assert tensors["model.layers.0.block_sparse_moe.e_score_correction_bias"].shape == (8,)
+    rounded = dict(tensors)
+    for name, weight in tensors.items():
+        if "proj." in name or ".experts." in name:
+            del rounded[name]
+            stored, numbers = fp8("block").store(weight)
+            rounded |= {name.replace("weight", part): tensor for part, tensor in stored.items()}
+            tensors[name] = numbers.float()
+    skipped = ["gate", "e_score_correction_bias", "lm_head"]
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": skipped}
+    shutil.copytree(folder, plain)
+    save_file(tensors, plain / "model.safetensors")
+    save_file(rounded, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(source | {"quantization_config": method}))
+    one, other = (Bench(load(each, dtype="float32")).step({0: prompt(20)})[0] for each in (folder, plain))
+    assert torch.equal(one, other)
 
 
 # -- gpt-oss ----------------------------------------------------------------------------------------------------------

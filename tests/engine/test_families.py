@@ -22,7 +22,7 @@ from engine.models.decoder_layer import Layer
 from engine.models.executor import Eager
 from engine.models.fused import Fused
 from engine.models.layers import Gated, softcap
-from engine.models.rope import Rotary
+from engine.models.rope import Rotary, frequencies
 from engine.models.spec import ModelSpec, read_spec
 from tests.engine.test_models import CPU, Bench, prompt, whole
 from tests.models import BASE, MODELS, load_model, make, oracle
@@ -45,8 +45,14 @@ EXECUTORS = {
     "glm4": Eager,
     "granitemoehybrid": Fused,
     "granitemoehybrid-mamba": Eager,
+    "nemotron_h": Eager,
     "seed_oss-bias": Fused,
     "ernie4_5": Eager,
+    "hunyuan_v1_dense": Eager,
+    "glm": Eager,
+    "gemma": Eager,
+    "internlm3-bias": Fused,
+    "helium": Eager,
 }
 
 
@@ -125,12 +131,55 @@ def test_layers_of_granite_4_may_have_no_rotary_embedding(kind, turns):
 
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
-    [("seed_oss", "attention_out_bias", True), ("ernie4_5", "use_bias", True), ("olmoe", "clip_qkv", 8.0)],
+    [
+        ("seed_oss", "attention_out_bias", True),
+        ("ernie4_5", "use_bias", True),
+        ("internlm3", "qkv_bias", True),
+        ("internlm3", "bias", True),
+        ("olmoe", "clip_qkv", 8.0),
+    ],
 )
 def test_what_only_transformers_computes_is_left_to_it(kind, key, value):
     experts = {"num_experts": 4, "num_experts_per_tok": 2}
     assert spec_of(kind, **experts, **{key: None}) is not None
     assert spec_of(kind, **experts, **{key: value}) is None
+
+
+# -- Gemma 1 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["gelu", "gelu_pytorch_tanh", None])
+def test_gelu_of_gemma_1_is_always_approximated(given):
+    spec = spec_of("gemma", hidden_act=given, hidden_activation=None)
+    assert spec is not None and spec.decoder is not None and spec.decoder.activation == "gelu_pytorch_tanh"
+    other = spec_of("gemma", hidden_act="silu")
+    assert other is not None and other.decoder is not None and other.decoder.activation == "silu"
+
+
+# -- HunYuan ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_rotary_base_of_hunyuan_is_multiplied_once_for_any_length():
+    published = {"alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "type": "dynamic"}
+    spec = spec_of("hunyuan_v1_dense", head_dim=128, max_position_embeddings=32768, rope_scaling=published)
+    assert spec is not None and spec.decoder is not None and spec.max_len == 32768
+    (rope,) = spec.decoder.ropes
+    short, long = (frequencies(rope, length)[0] for length in (10, 32768))
+    base = 10000.0 * 1000.0 ** (128 / 126)
+    assert torch.equal(short, long) and torch.allclose(short, base ** -(torch.arange(0, 128, 2) / 128))
+
+
+@pytest.mark.parametrize(
+    ("alpha", "says"),
+    [
+        (-1, "alpha of the rotary parameters must be positive, not -1"),
+        ("much", "a rotary parameter is not a number"),
+        (None, "rotary scaling 'dynamic' needs 'factor'"),
+    ],
+)
+def test_an_alpha_that_no_rotary_embedding_has_is_refused(alpha, says):
+    with pytest.raises(ModelError, match=says):
+        spec_of("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "alpha": alpha})
 
 
 # -- SmolLM3 ----------------------------------------------------------------------------------------------------------

@@ -400,6 +400,14 @@ def test_texts_are_split_as_by_gpt_4o():
     ]  # fmt: skip
 
 
+def test_texts_are_split_as_by_hunyuan():
+    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(each), "isolated") for each in PATTERNS["hunyuan-dense"]]
+    pieces = tokenizers.pre_tokenizers.Sequence(splits).pre_tokenize_str("It's 12345\u4f60\u597dab.cd!\n x")
+    assert [piece for piece, _ in pieces] == [
+        "It", "'s", " ", "123", "45", "\u4f60\u597d", "ab", ".cd", "!\n", " x",
+    ]  # fmt: skip
+
+
 def test_texts_are_split_as_by_qwen_3_5():
     assert PATTERNS["qwen35"] == [PRETOKENIZE_REGEX]
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PRETOKENIZE_REGEX), "isolated")

@@ -50,6 +50,10 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "glm4_moe-groups": "glm4moe",
     "glm4": "glm4",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "deepseek_v3-groups": "deepseek2",
+    "youtu": "deepseek2",
     "glm4-whole": "glm4",
     "ministral3": "mistral3",
     "mistral-full": "mistral3",
@@ -72,6 +76,24 @@ ARCHITECTURES = {
     "granitemoehybrid-mamba": "granitehybrid",
     "granitemoehybrid-experts": "granitehybrid",
     "qwen3_next": "qwen3next",
+    "nemotron_h": "nemotron_h",
+    "nemotron_h-experts": "nemotron_h_moe",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_dense-bias": "hunyuan-dense",
+    "minimax_m2": "minimax-m2",
+    "glm": "chatglm",
+    "glm-whole": "chatglm",
+    "gemma": "gemma",
+    "dots1": "dots1",
+    "seed_oss": "seed_oss",
+    "seed_oss-bias": "seed_oss",
+    "granitemoeshared": "granitemoe",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "exaone_moe": "exaone-moe",
+    "solar_open": "glm4moe",
+    "solar_open-bias": "glm4moe",
+    "internlm3-bias": "llama",
 }
 INTERLEAVED = {"llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3"}
 OWN_NAMES = {  # which the gguf package does not map
@@ -121,6 +143,44 @@ def settings_of(model: Any) -> dict[str, Any]:
             "expert_group_used_count": model.topk_group,
             "rope_dimension_count": model.head_dim // 2,
         }
+    if model.model_type == "minimax_m2":
+        found |= {
+            "expert_feed_forward_length": model.intermediate_size,
+            "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+            "rope_dimension_count": model.rotary_dim,
+        }
+    if model.model_type == "glm":  # whose heads have the size of the hidden state, divided
+        rotated = int(model.head_dim * model.rope_parameters["partial_rotary_factor"])
+        found |= {"key_length": None, "value_length": None, "rope_dimension_count": rotated}
+    if model.model_type in ("dots1", "solar_open", "exaone_moe"):
+        found |= {
+            "expert_count": getattr(model, "n_routed_experts", None) or model.num_experts,
+            "expert_shared_count": getattr(model, "n_shared_experts", None) or model.num_shared_experts,
+            "expert_weights_scale": model.routed_scaling_factor,
+            "expert_weights_norm": model.norm_topk_prob,
+            "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+            "expert_group_count": model.n_group,
+            "expert_group_used_count": model.topk_group,
+            "leading_dense_block_count": getattr(model, "first_k_dense_replace", None),
+        }
+    if model.model_type == "hunyuan_v1_moe":
+        found |= {
+            "expert_used_count": model.moe_topk[0],
+            "expert_feed_forward_length": model.intermediate_size,
+            "expert_shared_feed_forward_length": model.intermediate_size,
+        }
+    if model.model_type == "granitemoeshared":
+        found["expert_shared_feed_forward_length"] = model.shared_intermediate_size
+    if model.model_type == "ernie4_5_moe":
+        found |= {
+            "expert_count": model.moe_num_experts,
+            "expert_used_count": model.moe_k,
+            "expert_shared_count": model.moe_num_shared_experts,
+            # As llama.cpp's converter: it is the size of the shared experts of the published model.
+            "expert_shared_feed_forward_length": model.intermediate_size // model.num_key_value_heads,
+            "leading_dense_block_count": model.moe_layer_start_index,
+            "interleave_moe_layer_step": model.moe_layer_interval,
+        }
     if model.model_type == "gpt_oss":
         found |= {
             "expert_feed_forward_length": model.intermediate_size,
@@ -140,6 +200,8 @@ def settings_of(model: Any) -> dict[str, Any]:
             "rope_scaling_yarn_log_mul": model.rope_parameters["mscale_all_dim"],
             "attn_temperature_scale": model.rope_parameters.get("llama_4_scaling_beta", 0.0),
         }
+    if hasattr(model, "kv_lora_rank"):
+        found |= of_latents(model)
     everywhere = (model.rope_parameters or {}).get("full_attention", {})
     if model.model_type == "olmo3" and everywhere["rope_type"] == "yarn":
         found |= {
@@ -158,7 +220,9 @@ def settings_of(model: Any) -> dict[str, Any]:
         found |= of_lfm2(model)
     if model.model_type == "granitemoehybrid":
         found |= of_granite4(model)
-    if model.model_type == "olmo3" or (model.model_type == "exaone4" and model.sliding_window):
+    if model.model_type == "nemotron_h":
+        found |= of_nemotron_h(model)
+    if model.model_type == "olmo3" or (model.model_type in ("exaone4", "exaone_moe") and model.sliding_window):
         found["sliding_window_pattern"] = [kind == "sliding_attention" for kind in model.layer_types]
     return {key: value for key, value in found.items() if value is not None}
 
@@ -244,6 +308,89 @@ def of_granite4(model: Any) -> dict[str, Any]:
     }
 
 
+def of_latents(model: Any) -> dict[str, Any]:
+    """Return the same of a model with multi-head latent attention."""
+    has_experts, rope = hasattr(model, "n_routed_experts"), model.rope_parameters or {}
+    found = {
+        "head_count_kv": 1,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "key_length": model.kv_lora_rank + model.qk_rope_head_dim,
+        "value_length": model.kv_lora_rank,
+        "key_length_mla": model.qk_nope_head_dim + model.qk_rope_head_dim,
+        "value_length_mla": model.v_head_dim,
+        "rope_dimension_count": model.qk_rope_head_dim,
+        "rope_scaling_yarn_log_mul": 0.1 * rope["mscale_all_dim"] if "mscale_all_dim" in rope else None,
+        "attn_temperature_scale": None,
+        "leading_dense_block_count": model.num_hidden_layers,
+        "expert_feed_forward_length": model.intermediate_size,
+        "expert_shared_count": 0,
+    }
+    if not has_experts:
+        return found
+    has_sigmoids = model.model_type != "deepseek_v2"
+    return found | {
+        "expert_count": model.n_routed_experts,
+        "expert_feed_forward_length": model.moe_intermediate_size,
+        "expert_shared_count": model.n_shared_experts,
+        "expert_weights_scale": model.routed_scaling_factor,
+        "expert_weights_norm": True if has_sigmoids and model.norm_topk_prob else None,
+        "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID if has_sigmoids else None,
+        "leading_dense_block_count": model.first_k_dense_replace,
+        "expert_group_count": model.n_group,
+        "expert_group_used_count": model.topk_group,
+    }
+
+
+def latents(name: str, numbers: torch.Tensor, model: Any, *, is_old: bool) -> list[tuple[str, torch.Tensor]]:
+    """Return the parts of a tensor of such a model as files have them."""
+    if not name.endswith("kv_b_proj.weight") or is_old:
+        return [(name, numbers)]
+    both = numbers.unflatten(0, (model.num_attention_heads, -1))
+    keys, values = both.split([model.qk_nope_head_dim, model.v_head_dim], 1)
+    return [(name.replace("kv_b", "k_b"), keys.transpose(1, 2).contiguous()), (name.replace("kv_b", "v_b"), values)]
+
+
+def of_nemotron_h(model: Any) -> dict[str, Any]:
+    """Return the same of a Nemotron-H, in which each layer has one part. llama.cpp's converter cannot write a file with
+    experts in which other layers have an MLP."""
+    kinds, has_experts = model.layer_types, "moe" in model.layer_types
+    sizes = {"mlp": model.intermediate_size, "moe": model.moe_intermediate_size}
+    found = {
+        "feed_forward_length": [sizes.get(kind, 0) for kind in kinds],
+        "head_count_kv": [model.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds],
+        "layer_norm_eps": model.layer_norm_epsilon,
+        "ssm_conv_kernel": model.conv_kernel,
+        "ssm_state_size": model.ssm_state_size,
+        "ssm_group_count": model.n_groups,
+        "ssm_inner_size": model.mamba_num_heads * model.mamba_head_dim,
+        "ssm_time_step_rank": model.mamba_num_heads,
+    }
+    if not has_experts:
+        unused = "expert_count", "expert_used_count", "expert_feed_forward_length"
+        return found | dict.fromkeys(unused)
+    return found | {
+        "expert_count": model.n_routed_experts,
+        "expert_shared_count": model.n_shared_experts,
+        "expert_shared_feed_forward_length": model.moe_shared_expert_intermediate_size,
+        "expert_weights_norm": model.norm_topk_prob,
+        "expert_weights_scale": model.routed_scaling_factor,
+        "expert_group_count": model.n_group,
+    }
+
+
+def nemotron_h(name: str, numbers: torch.Tensor, model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the parts of a tensor of a Nemotron-H as files have them."""
+    name = name.replace("model.embeddings", "backbone.embeddings").replace("model.", "backbone.")
+    if name.endswith((".A_log", ".D")):
+        numbers = (-numbers.exp() if name.endswith(".A_log") else numbers)[:, None]
+    elif name.endswith(".mixer.norm.weight"):
+        numbers = numbers.unflatten(0, (model.n_groups, -1))
+    if name.endswith((".experts.up_proj", ".experts.down_proj")):
+        return [(name.replace("backbone.", "model.").replace(".mixer.", ".mlp.") + ".weight", numbers)]
+    return [(name.replace("dt_bias", "dt.bias"), numbers)]
+
+
 def granite4(name: str, numbers: torch.Tensor, model: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the parts of a tensor of a Granite 4.0 as files have them."""
     if ".shared_mlp." in name and not model.num_local_experts:
@@ -298,6 +445,14 @@ def qwen3next(name: str, numbers: torch.Tensor, model: Any) -> list[tuple[str, t
     return [(name.replace("dt_bias", "dt_proj.bias"), numbers)]
 
 
+def with_joined_qkv(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with the projections of queries, keys and values in one."""
+    joined: dict[str, list[torch.Tensor]] = {}
+    for name, numbers in state.items():
+        joined.setdefault(re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name), []).append(numbers)
+    return {name: torch.cat(parts) for name, parts in joined.items()}
+
+
 def write(
     folder: Path,
     path: Path,
@@ -316,6 +471,8 @@ def write(
 
     architecture, model = architecture or ARCHITECTURES[name], config(name)
     model.allow_global_per_layer_attribute_access = True  # of a Gemma 4, whose layers differ
+    if model.model_type == "nemotron_h":
+        model.rope_parameters = {}  # it has no rotary embedding
     writer = gguf.GGUFWriter(path, architecture)
     settings = {**settings_of(model), **changed}
     if linear := settings.pop(RECURRENT, None):
@@ -324,8 +481,9 @@ def write(
         if value is not None:
             getattr(writer, f"add_{key}")(value)
     rope = model.rope_parameters
-    writer.add_rope_freq_base(rope.get("full_attention", rope).get("rope_theta", 10000.0))
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    alpha = rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
+    writer.add_rope_freq_base(rope.get("full_attention", rope).get("rope_theta", 10000.0) * alpha)
     if architecture == "phi3" and "rope_dimension_count" not in changed:
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if architecture == "phi3" and "long_factor" in rope:
@@ -354,8 +512,14 @@ def write(
     if architecture == "qwen3next":
         model.is_old = is_old
         state = dict(part for own, numbers in state.items() for part in qwen3next(own, numbers, model))
-    if architecture == "granitehybrid":
+    if architecture == "deepseek2":
+        state = dict(part for own, numbers in state.items() for part in latents(own, numbers, model, is_old=is_old))
+    if architecture == "granitehybrid" or model.model_type == "granitemoeshared":
         state = dict(part for own, numbers in state.items() for part in granite4(own, numbers, model))
+    if model.model_type == "nemotron_h":
+        state = dict(part for own, numbers in state.items() for part in nemotron_h(own, numbers, model))
+    if architecture == "chatglm" and is_old:
+        state = with_joined_qkv(state)
     for own, numbers in state.items():
         if own == "lm_head.weight" and model.tie_word_embeddings:
             continue
@@ -364,16 +528,18 @@ def write(
             add(writer, f"blk.{own.split('.')[2]}.{OWN_NAMES[ending]}", numbers.numpy(), kind)
             continue
         mapped = own.replace("block_sparse_moe", "mlp").replace("feed_forward.experts", "mlp.experts")
-        mapped = mapped.replace("expert_bias", "expert_bias.bias")
+        mapped = mapped.replace("expert_bias", "expert_bias.bias").replace("gate.moe_statics", "moe_statics")
+        mapped = mapped.replace(".mlp.e_score", ".mlp.gate.e_score")
         for part_name, plain in parts(mapped, numbers, alternating=model.model_type == "gpt_oss"):
             part = plain.squeeze(1) if part_name.endswith(("conv.conv.weight", "conv1d.weight")) else plain
+            part = part.squeeze(0) if ".moe_statics." in part_name else part
             found = EXPERT.fullmatch(part_name)
             if found is not None:
                 experts.setdefault(f"{found[1]}.{found[3]}", []).append(part.numpy())
                 continue
             if architecture in INTERLEAVED and re.search(r"\.[qk]_proj\.", part_name):
                 part = part.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-            if architecture in ("gemma2", "gemma3") and part_name.endswith("norm.weight"):
+            if architecture in ("gemma", "gemma2", "gemma3") and part_name.endswith("norm.weight"):
                 part = part + 1
             named = names.get_name(part_name.replace("_correction_bias", "_correction.bias"), (".weight", ".bias"))
             add(writer, f"{named}.weight" if own.endswith("sinks") else named, part.numpy(), kind)
@@ -436,6 +602,17 @@ def test_logits_are_those_of_the_model_that_was_converted(tmp_path, name):
     assert ((got.double() - want).abs().max() / want.abs().max()).item() < 1e-4
 
 
+@pytest.mark.parametrize("name", ["glm", "glm-whole"])
+def test_files_of_old_checkpoints_of_glm_have_queries_keys_and_values_in_one_tensor(tmp_path, name):
+    folder = made(name, tmp_path / "model")
+    logits = []
+    for is_old in (False, True):
+        path = write(folder, tmp_path / f"model-{is_old}.gguf", name, is_old=is_old)
+        model = load_model(EngineConfig(model=str(path), dtype="float32"), fetch(str(path), weights=True).path)
+        logits.append(Bench(model).step({0: prompt(40)})[0])
+    assert torch.equal(*logits)
+
+
 @needs_library
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -455,6 +632,8 @@ def test_logits_are_those_of_the_model_that_was_converted(tmp_path, name):
         ("granitemoehybrid-mamba", Type.Q8_0),
         ("granitemoehybrid-experts", Type.Q8_0),
         ("qwen3_next", Type.Q8_0),
+        ("nemotron_h", Type.Q8_0),
+        ("nemotron_h-experts", Type.Q8_0),
     ],
 )
 async def test_blocks_are_computed_with_and_have_the_same_bits_alone_and_together(tmp_path, name, kind):
@@ -517,6 +696,16 @@ def test_the_table_of_the_layers_own_inputs_stays_in_its_blocks(tmp_path, monkey
             "lfm2moe.expert_gating_func must be 2, not 1",
         ),
         ("lfm2_moe", {"leading_dense_block_count": 4}, "leading_dense_block_count is not a whole number from 0 to 3"),
+        (
+            "minimax_m2",
+            {"expert_gating_func": gguf.ExpertGatingFuncType.SOFTMAX},
+            "minimax-m2.expert_gating_func must be 2, not 1",
+        ),
+        ("minimax_m2", {"rope_dimension_count": 17}, "rope.dimension_count is not a whole number from 1 to 16"),
+        ("dots1", {"expert_shared_count": None}, "has no dots1.expert_shared_count"),
+        ("exaone_moe", {"nextn_predict_layers": 5}, "nextn_predict_layers is not a whole number from 0 to 4"),
+        ("glm", {"rope_dimension_count": 17}, "rope.dimension_count is not a whole number from 1 to 16"),
+        ("ernie4_5_moe", {"interleave_moe_layer_step": None}, "has no ernie4_5-moe.interleave_moe_layer_step"),
         ("qwen3_next", {"ssm_group_count": 3}, "ssm.time_step_rank is no multiple of 3"),
         ("qwen3_next", {"ssm_state_size": 0.5}, "ssm.state_size is not a whole number from 1"),
         ("qwen3_next", {"ssm_group_count": 1, "ssm_time_step_rank": 2}, "ssm_ba.weight has the shape .8, 64., not 4"),
@@ -525,6 +714,15 @@ def test_the_table_of_the_layers_own_inputs_stays_in_its_blocks(tmp_path, monkey
         ("granitemoehybrid-mamba", {"ssm_inner_size": 96}, "ssm.inner_size of 96 is no multiple of 64"),
         ("granitemoehybrid-mamba", {"ssm_state_size": None}, "has no granitehybrid.ssm.state_size"),
         ("granitemoehybrid-experts", {"expert_used_count": None}, "has no granitehybrid.expert_used_count"),
+        ("nemotron_h", {"head_count_kv": [2] * 9}, "head_count_kv is not a list of 10 whole numbers"),
+        ("nemotron_h", {"head_count_kv": [0] * 5 + [1, 0, 0, 2, 0]}, "head_count_kv differs among layers"),
+        ("nemotron_h", {"feed_forward_length": [0, 9, 0, 0, 8, 0, 8, 0, 0, 8]}, "feed_forward_length differs among"),
+        ("nemotron_h", {"ssm_time_step_rank": 5}, "ssm.inner_size of 144 is not that of 5 heads"),
+        ("nemotron_h", {"ssm_group_count": None}, "has no nemotron_h.ssm.group_count"),
+        ("nemotron_h", {"layer_norm_eps": None}, "has no nemotron_h.attention.layer_norm_epsilon"),
+        ("nemotron_h-experts", {"expert_used_count": None}, "has no nemotron_h_moe.expert_used_count"),
+        ("nemotron_h-experts", {"expert_gating_func": gguf.ExpertGatingFuncType.SOFTMAX}, "func must be 2, not 1"),
+        ("nemotron_h-experts", {"moe_latent_size": 16}, "moe_latent_size of 16 is not supported"),
         ("cohere2", {"logit_scale": None}, "has no cohere2.logit_scale"),
         ("cohere2", {"layer_norm_eps": None}, "has no cohere2.attention.layer_norm_epsilon"),
         ("cohere2", {"sliding_window": 0}, "sliding_window is not a whole number from 1"),
@@ -665,8 +863,23 @@ def test_layers_of_qwen_3_5_that_predict_further_tokens_are_not_read(tmp_path):
     assert model.weights_bytes == held(model)
 
 
+@needs_library
+def test_layers_of_nemotron_h_that_predict_further_tokens_are_not_read(tmp_path):
+    folder = made("nemotron_h-experts", tmp_path / "model")
+    paths = [write(folder, tmp_path / "plain.gguf", "nemotron_h-experts", Type.Q8_0)]
+    changes = {"feed_forward_length": [0, 40, 0, 0, 40, 0, 128, 40], "head_count_kv": [0, 0, 0, 2, 0, 0, 0, 2]}
+    changes |= {"block_count": 8, "nextn_predict_layers": 1}
+    further = {"blk.7.nextn.eh_proj.weight": (64, 128), "blk.7.attn_q.weight": (64, 64), "blk.7.attn_norm.weight": (9,)}
+    paths.append(write(folder, tmp_path / "further.gguf", "nemotron_h-experts", Type.Q8_0, tensors=further, **changes))
+    one, other = (load_model(EngineConfig(model=str(path)), fetch(str(path), weights=True).path) for path in paths)
+    assert isinstance(one, Decoder) and isinstance(other, Decoder) and len(other.layers) == 4
+    assert other.weights_bytes == one.weights_bytes
+    ids = prompt(20, seed=1)
+    assert torch.equal(Bench(one).step({0: ids})[0], Bench(other).step({0: ids})[0])
+
+
 @pytest.mark.parametrize(
-    "name", ["qwen3_5_text", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid-mamba", "qwen3_next"]
+    "name", ["qwen3_5_text", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid-mamba", "qwen3_next", "nemotron_h"]
 )
 @needs_library
 def test_weights_of_layers_with_states_take_the_planned_memory(tmp_path, name):

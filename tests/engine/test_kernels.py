@@ -20,6 +20,8 @@ from engine.bench import kernels as bench
 from engine.kernels import build, library, structures
 from engine.kernels.library import ISAS, Kernels, choose
 from engine.kernels.matmul import Packed
+from engine.kernels.structures import Gate
+from engine.models.squared import SQUARED
 
 CPU = torch.device("cpu")
 # Columns and rows of the weight; panels are 32 or 16 wide, steps along k one or two numbers.
@@ -124,6 +126,18 @@ def test_gated_products_equal_float64(variant, dtype, shape):
         assert plain(x).shape == (rows, shape[0] // 2)
         assert error(plain(x), oracle(x, weight, gated=True)) < rounding
         assert error(biased(x, residual), oracle(x, weight, bias, residual, gated=True)) < rounding
+
+
+@needs_library
+@pytest.mark.parametrize("shape", [(1, 1), (6, 5), (66, 31), (512, 192)])
+def test_products_without_a_gate_are_squared_above_0_with_the_same_bits_in_any_batch(variant, dtype, shape):
+    weight, bias, x = drawn(*shape, dtype=dtype), drawn(shape[0], dtype=dtype), drawn(60, shape[1], dtype=dtype)
+    plain, packed = Packed(variant, weight, bias, wide=True), Packed(variant, weight, bias)
+    packed.finish_with(gate=Gate(SQUARED))
+    whole = packed(x)
+    assert torch.equal(whole, plain(x).relu().square().to(dtype))
+    for first, last in ((0, 1), (7, 9), (1, 60)):
+        assert torch.equal(packed(x[first:last]), whole[first:last])
 
 
 @needs_library

@@ -23,6 +23,7 @@ FILES = [
     "interpreted_delta.py",
     "interpreted_experts.py",
     "interpreted_invariance.py",
+    "interpreted_latent.py",
     "interpreted_layers.py",
     "interpreted_logits.py",
     "interpreted_mixers.py",

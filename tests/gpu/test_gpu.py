@@ -75,7 +75,9 @@ def test_our_kernels_compute_native_models(name, dtype, kv_dtype, tmp_path: path
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("quantization", ["none", "int4"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "qwen3_5_text", "lfm2", "granitemoehybrid-mamba"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_moe", "youtu", "qwen3_5_text", "lfm2", "granitemoehybrid-mamba", "nemotron_h"]
+)
 async def test_a_batch_invariant_engine_gives_the_same_bits_alone_and_in_any_batch(tmp_path, dtype, quantization, name):
     if quantization != "none" and dtype == "float32":
         pytest.skip("the kernels for quantized weights do not compute in float32")

@@ -1,4 +1,4 @@
-"""The activations of gated MLPs, for kernels that compute a gate."""
+"""The activations of MLPs, for kernels that compute a gate, or the square of ReLU where there is none."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """Return activation(gate) * up in float32, or what layers.Clamp computes if ACTIVATION is "clamped"."""
-    if ACTIVATION == "clamped":
+    """Return activation(gate) * up in float32, or what layers.Clamp computes if ACTIVATION is "clamped"; if it is
+    "relu2", the square of ReLU of `gate`, which is then no gate, and up is not used."""
+    if ACTIVATION == "relu2":
+        gate = tl.where(gate < 0.0, 0.0, gate)  # NaN stays
+        return gate * gate
+    elif ACTIVATION == "clamped":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)

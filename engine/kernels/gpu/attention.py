@@ -8,6 +8,9 @@ the host makes, because it knows the length of every row. A row of one query is 
 size; the program that finishes the last part adds all of them up in their order. So the result of a row depends on the
 other rows of a step only as far as they decide that size (their number, and contexts of more than 65,536 tokens, see
 gpu_plan.py) and the kernel's constants, see attend_shape.
+
+Keys that are slightly wider than a power of two, as the 512 + 64 numbers of multi-head latent attention, are multiplied
+in two tiles: one of 1,024 would be padding for nearly half.
 """
 
 from __future__ import annotations
@@ -61,10 +64,11 @@ def _masked(scores, own, position, begin, end, WINDOW: tl.constexpr):
 
 @triton.jit
 def _tile(
-    top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at, scale, factor,
-    softcap, cache_block, scales_block, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
-    V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr, WIDEN: tl.constexpr, UNIFORM: tl.constexpr, MASKED: tl.constexpr, BRANCH: tl.constexpr,
+    top, total, values, q, q_rest, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at, scale,
+    factor, softcap, cache_block, scales_block, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
+    REST: tl.constexpr, V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr, UNIFORM: tl.constexpr, MASKED: tl.constexpr,
+    BRANCH: tl.constexpr,
 ):  # fmt: skip
     """Return the softmax with TILE keys more, from `at` on. MASKED: not all queries see all of them; with BRANCH only
     if not all are between `seen_begin` and `seen_end`, which all queries see. UNIFORM: total is [ROWS, EQUAL]."""
@@ -81,11 +85,19 @@ def _tile(
     k_at = (share + offset * DIM)[:, None] + d[None, :]
     # With heads of one size, the addresses of values are those of keys plus a constant, which takes no instructions.
     v_at = k_at + BLOCK * DIM if DIM == V_DIM else (share + BLOCK * DIM + offset * V_DIM)[:, None] + e[None, :]
-    k = tl.load(k_at) if DIM == DIM_P else tl.load(k_at, mask=(d < DIM)[None, :], other=0.0)
+    k = tl.load(k_at) if DIM >= DIM_P else tl.load(k_at, mask=(d < DIM)[None, :], other=0.0)
     if WIDEN:
         scores = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
     else:
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    if REST:
+        r = DIM_P + tl.arange(0, REST)
+        rest_at = (share + offset * DIM)[:, None] + r[None, :]
+        rest = tl.load(rest_at) if DIM == DIM_P + REST else tl.load(rest_at, mask=(r < DIM)[None, :], other=0.0)
+        if WIDEN:
+            scores = tl.dot(q_rest.to(tl.float32), tl.trans(rest.to(tl.float32)), scores, input_precision="ieee")
+        else:
+            scores = tl.dot(q_rest, tl.trans(rest.to(q.dtype)), scores, input_precision="ieee")
     if SCALED:
         scales = scales_at + block * scales_block + (BLOCK * (DIM + V_DIM) + 3) // 4 + offset
         scores *= tl.load(scales)[None, :]
@@ -130,12 +142,13 @@ def _tile(
 
 @triton.jit
 def _attended(
-    q, position, first, last, begin, end, cache_at, scales_at, table_at, scale, softcap, cache_block, scales_block,
-    DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr, V_DIM_P: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, SKIP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr, WIDEN: tl.constexpr, UNIFORM: tl.constexpr,
+    q, q_rest, position, first, last, begin, end, cache_at, scales_at, table_at, scale, softcap, cache_block,
+    scales_block, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr, REST: tl.constexpr,
+    V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SKIP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax of queries [ROWS, DIM_P] over the context from `begin` to `end`, see `_merged`.
+    """Return the softmax of queries [ROWS, DIM_P] and the rest of their numbers [ROWS, REST] over the context from
+    `begin` to `end`, see `_merged`.
 
     position: [ROWS], of each query; first, last: of the item's queries. cache_at, scales_at: the KV head's share of
     block 0. table_at: the row's blocks. scale is not negative. With SKIP of 2 and no WINDOW, begin is a multiple of
@@ -160,29 +173,29 @@ def _attended(
             head = tl.minimum(tl.cdiv(seen_begin, TILE) * TILE, seen)
             for at in tl.range(since, head, TILE, num_stages=1):
                 top, total, values = _tile(
-                    top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at,
-                    table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK,
-                    TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, True, False,
+                    top, total, values, q, q_rest, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at,
+                    table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P,
+                    BLOCK, TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, True, False,
                 )  # fmt: skip
             since = head
         for at in range(since, seen, TILE):
             top, total, values = _tile(
-                top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at,
-                scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW,
-                SOFTCAP, SCALED, WIDEN, UNIFORM, False, False,
+                top, total, values, q, q_rest, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at,
+                table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P, BLOCK,
+                TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, False, False,
             )  # fmt: skip
         for at in tl.range(seen, end, TILE, num_stages=1):
             top, total, values = _tile(
-                top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at,
-                scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW,
-                SOFTCAP, SCALED, WIDEN, UNIFORM, True, False,
+                top, total, values, q, q_rest, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at,
+                table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P, BLOCK,
+                TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, True, False,
             )  # fmt: skip
     else:
         for at in range(since, end, TILE):
             top, total, values = _tile(
-                top, total, values, q, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at,
-                scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, TILE, WINDOW,
-                SOFTCAP, SCALED, WIDEN, UNIFORM, True, SKIP == 1,
+                top, total, values, q, q_rest, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at,
+                table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P, BLOCK,
+                TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, True, SKIP == 1,
             )  # fmt: skip
     return top, tl.max(total, 1) if UNIFORM else total, values
 
@@ -192,26 +205,32 @@ def attend(
     q_ptr, cache_ptr, scales_ptr, table_ptr, work_ptr, starts_ptr, lengths_ptr, out_ptr,
     sums_ptr, weights_ptr, arrived_ptr, sinks_ptr, scale, softcap,
     q_token, q_head, cache_block, cache_head, scales_block, scales_head, out_token,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
-    V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    PARTED: tl.constexpr, UNIFORM: tl.constexpr, SKIP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr, NEAR: tl.constexpr, DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SHARING: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
+    DIM_P: tl.constexpr, REST: tl.constexpr, V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, PARTED: tl.constexpr, UNIFORM: tl.constexpr, SKIP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr,
+    NEAR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Attend causally from the queries of work items, for the KV head of the program.
+    """Attend causally from the queries of work items, for the KV head of the program, or for some of the query heads
+    that share it.
 
     q: [tokens, HEADS, DIM]. out: [tokens, HEADS, V_DIM]. table: [rows, blocks]. starts: [rows + 1], a prefix sum.
     lengths: [rows] tokens in the cache, new ones included. work: items of (row, first query, part, number of parts,
     index of the first part among all). PARTED: an item is a part of its row's context. An item has QUERIES queries, as
-    far as its row has more. sums: [parts, HEADS, V_DIM] and weights: [parts, HEADS, 2] hold the parts' results;
-    arrived: [parts, KV_HEADS] counts them and is zero before and after. ROWS >= QUERIES * HEADS // KV_HEADS is the
-    height of a tile. UNIFORM: without PARTED an item's context is in parts, too, which are added up as those of several
-    items are, so that a token's sums have one order whatever its row is. SKIP: the keys of tiles that all queries see
-    are not masked, which changes no result: with 1 a branch decides, with 2 they have a loop of their own. WIDEN:
-    multiply in float32, as the interpreter must. NEAR: a power of two, the number of lines of 64 numbers in a head's
-    share of a block, which are prefetched; 0: they are not. DEPENDENT as in skinny.multiply.
+    far as its row has more. SHARING programs share a KV head, each with as many of its query heads. sums: [parts,
+    HEADS, V_DIM] and weights: [parts, HEADS, 2] hold the parts' results; arrived: [parts, KV_HEADS * SHARING] counts
+    them and is zero before and after. DIM_P >= DIM, or DIM_P + REST >= DIM, if a key's last numbers have a tile of
+    their own, are the widths of its tiles. ROWS >= QUERIES * the query heads of a program is their height. UNIFORM:
+    without PARTED an item's context is in parts, too, which are added up as those of several items are, so that a
+    token's sums have one order whatever its row is. SKIP: the keys of tiles that all queries see are not masked, which
+    changes no result: with 1 a branch decides, with 2 they have a loop of their own. WIDEN: multiply in float32, as the
+    interpreter must. NEAR: a power of two, the number of lines of 64 numbers in a head's share of a block, which are
+    prefetched; 0: they are not. DEPENDENT as in skinny.multiply.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    kv_head = tl.program_id(0)  # first, so that programs without items start after those that have one
+    OWN: tl.constexpr = (GROUP + SHARING - 1) // SHARING  # query heads of a program
+    # First, so that programs without items start after those that have one.
+    kv_head = tl.program_id(0) // SHARING
     count = tl.load(work_ptr)
     table_row = tl.load(work_ptr + 1)
     split = tl.load(work_ptr + 2)
@@ -240,7 +259,8 @@ def attend(
     m = tl.arange(0, ROWS)
     d = tl.arange(0, DIM_P)
     e = tl.arange(0, V_DIM_P)
-    head = kv_head * GROUP + m % GROUP
+    place = tl.program_id(0) % SHARING * OWN + m % OWN  # of a query head among those that share the KV head
+    head = kv_head * GROUP + place
     for item in range(tl.program_id(1), count, tl.num_programs(1)):
         work = work_ptr + (item + 1) * ITEM
         row = tl.load(work)
@@ -248,11 +268,18 @@ def attend(
         start = tl.load(starts_ptr + row)
         new = tl.load(starts_ptr + row + 1) - start
         length = tl.load(lengths_ptr + row)
-        query = first_query + m // GROUP
-        valid = (query < new) & (m < QUERIES * GROUP)
+        query = first_query + m // OWN
+        valid = (query < new) & (m < QUERIES * OWN)
+        if GROUP % OWN:
+            valid = valid & (place < GROUP)
         token = (start + query).to(tl.int64)
         q_at = q_ptr + token[:, None] * q_token + head[:, None] * q_head + d[None, :]
         q = tl.load(q_at, mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
+        q_rest = q  # which is not read
+        if REST:
+            r = DIM_P + tl.arange(0, REST)
+            rest_at = q_ptr + token[:, None] * q_token + head[:, None] * q_head + r[None, :]
+            q_rest = tl.load(rest_at, mask=valid[:, None] & (r < DIM)[None, :], other=0.0)
         position = length - new + query
         first = length - new + first_query
         begin = 0
@@ -275,9 +302,9 @@ def attend(
             values = tl.zeros([ROWS, V_DIM_P], tl.float32)
             for since in range(begin // split * split, end, split):
                 its_top, its_total, its_values = _attended(
-                    q, position, first, last, tl.maximum(begin, since), tl.minimum(end, since + split), cache_at,
-                    scales_at, table_at, scale, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, V_DIM_P,
-                    BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM,
+                    q, q_rest, position, first, last, tl.maximum(begin, since), tl.minimum(end, since + split),
+                    cache_at, scales_at, table_at, scale, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, REST,
+                    V_DIM_P, BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM,
                 )  # fmt: skip
                 top, total, values = _merged(top, total, values, its_top, its_total, its_values)
         else:
@@ -285,9 +312,9 @@ def attend(
                 begin = tl.maximum(begin, low)
                 end = tl.minimum(end, low + split)
             top, total, values = _attended(
-                q, position, first, last, begin, end, cache_at, scales_at, table_at, scale, softcap, cache_block,
-                scales_block, DIM, V_DIM, DIM_P, V_DIM_P, BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP, SCALED, WIDEN,
-                UNIFORM,
+                q, q_rest, position, first, last, begin, end, cache_at, scales_at, table_at, scale, softcap,
+                cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P, BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP,
+                SCALED, WIDEN, UNIFORM,
             )  # fmt: skip
         missing = row - row  # parts that have not been stored yet
         if PARTED:
@@ -300,7 +327,7 @@ def attend(
                     mask=valid[:, None] & (e < V_DIM)[None, :],
                 )  # fmt: skip
                 tl.debug_barrier()  # all threads have stored before one of them counts the part
-                counter = arrived_ptr + base * KV_HEADS + kv_head
+                counter = arrived_ptr + base * (KV_HEADS * SHARING) + tl.program_id(0)
                 missing = parts - 1 - tl.atomic_add(counter, 1, sem="acq_rel")
                 if missing == 0:
                     tl.store(counter, 0)

@@ -17,14 +17,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def choose(
     logits_ptr, correction_ptr, scales_ptr, weights_ptr, chosen_ptr, scale,
     EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, ACTIVE: tl.constexpr, ACTIVE_P: tl.constexpr,
-    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, SCALES: tl.constexpr, DEPENDENT: tl.constexpr,
+    SIGMOID: tl.constexpr, CORRECT: tl.constexpr, NORMALIZE: tl.constexpr, SCALES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the weights and the numbers of a token's experts, the best first; among equals the first one is better.
 
     logits: [tokens, EXPERTS]. weights: [tokens, ACTIVE] float32, times `scale`. chosen: [tokens, ACTIVE] int32. The
-    weights are a softmax over all experts. With SIGMOID they are sigmoids, to which correction [EXPERTS] is added for
-    the choice. With NORMALIZE a token's weights are divided by their sum. With SCALES they are multiplied by those of
-    the experts, [EXPERTS]. EXPERTS_P, ACTIVE_P: powers of two, not smaller.
+    weights are a softmax over all experts, or with SIGMOID sigmoids. With CORRECT correction [EXPERTS] is added to them
+    for the choice. With NORMALIZE a token's weights are divided by their sum. With SCALES they are multiplied by those
+    of the experts, [EXPERTS]. EXPERTS_P, ACTIVE_P: powers of two, not smaller.
     """
     if DEPENDENT:
         gdc_wait()
@@ -35,11 +36,12 @@ def choose(
     logits = tl.load(logits_ptr + token * EXPERTS + e, mask=live, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
-        ranks = scores + tl.load(correction_ptr + e, mask=live, other=0.0).to(tl.float32)
     else:
         scores = tl.exp(logits - tl.max(logits, 0))
         scores /= tl.sum(scores, 0)
-        ranks = scores
+    ranks = scores
+    if CORRECT:
+        ranks += tl.load(correction_ptr + e, mask=live, other=0.0).to(tl.float32)
     ranks = tl.where(live & (ranks == ranks), ranks, float("-inf"))  # where they are no numbers, so are the weights
     weights = tl.zeros([ACTIVE_P], tl.float32)
     chosen = tl.zeros([ACTIVE_P], tl.int32)

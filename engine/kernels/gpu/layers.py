@@ -74,7 +74,8 @@ def gate(
     """Write activation(gate) * up, rounded once, for TILE numbers of a row.
 
     gate_up: [rows, 2 * INNER], the gate first. out: [rows, INNER]. Both are contiguous. ACTIVATION as in config.json,
-    or "clamped", see activations.gated. DEPENDENT as in skinny.multiply.
+    or "clamped", see activations.gated; with "relu2" there is no gate, and gate_up is [rows, INNER]. DEPENDENT as in
+    skinny.multiply.
     """
     if DEPENDENT:
         gdc_wait()
@@ -82,9 +83,12 @@ def gate(
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     live = i < INNER
-    gate_at = gate_up_ptr + row * (2 * INNER) + i
+    GATED: tl.constexpr = ACTIVATION != "relu2"
+    gate_at = gate_up_ptr + row * (2 * INNER if GATED else INNER) + i
     x = tl.load(gate_at, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(gate_at + INNER, mask=live, other=0.0).to(tl.float32)
+    up = x
+    if GATED:
+        up = tl.load(gate_at + INNER, mask=live, other=0.0).to(tl.float32)
     result = activations.gated(x, up, ACTIVATION, LIMIT, ALPHA)
     tl.store(out_ptr + row * INNER + i, result.to(out_ptr.dtype.element_ty), mask=live)
 

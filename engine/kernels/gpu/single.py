@@ -56,7 +56,7 @@ def _finish(
     """Store the sums of rows n after the bias, the gate and the residual."""
     if BIAS:
         total += tl.load(bias_ptr + n, mask=is_row, other=0.0).to(tl.float32)
-        if ACTIVATION != "":
+        if ACTIVATION != "" and ACTIVATION != "relu2":
             up_total += tl.load(bias_ptr + rows + n, mask=is_row, other=0.0).to(tl.float32)
     if ACTIVATION != "":
         total = activations.gated(total, up_total, ACTIVATION, LIMIT, ALPHA)
@@ -80,6 +80,7 @@ def multiply(
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     STEPS: tl.constexpr = (COLUMNS + STEP - 1) // STEP
+    GATED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "relu2"
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, STEP)
     is_row = n < rows
@@ -89,13 +90,13 @@ def multiply(
     # to the cache.
     weight = tl.load(row_at + k[None, :], mask=(k < COLUMNS)[None, :], other=0.0)
     up = weight
-    if ACTIVATION != "":
+    if GATED:
         up = tl.load(up_at + k[None, :], mask=(k < COLUMNS)[None, :], other=0.0)
     if DEPENDENT:
         for step in tl.static_range(1, STEPS):
             line = tl.minimum(step * STEP + LINE * tl.arange(0, STEP // LINE), COLUMNS - 1)[None, :]
             prefetch(row_at + line)
-            if ACTIVATION != "":
+            if GATED:
                 prefetch(up_at + line)
         gdc_wait()
         gdc_launch_dependents()
@@ -113,11 +114,11 @@ def multiply(
         live = column < COLUMNS
         if step > 0:
             weight = tl.load(row_at + column[None, :], mask=live[None, :], other=0.0)
-            if ACTIVATION != "":
+            if GATED:
                 up = tl.load(up_at + column[None, :], mask=live[None, :], other=0.0)
         x = _input(x_ptr, gain_ptr, column, live, factor, NORM, WIDE, DTYPE)[None, :]
         totals += tl.sum(tl.reshape(weight.to(tl.float32) * x, [ROWS, STEP // EACH, EACH]), 2)
-        if ACTIVATION != "":
+        if GATED:
             up_totals += tl.sum(tl.reshape(up.to(tl.float32) * x, [ROWS, STEP // EACH, EACH]), 2)
     _finish(
         tl.sum(totals, 1), tl.sum(up_totals, 1), bias_ptr, residual, out_ptr, n, is_row, rows, scale,
@@ -287,11 +288,11 @@ def multiply_quantized(
 
     A program keeps x, and computes tiles of ROWS rows one after the other. words: the weight's numbers, as int32.
     quads, gains: x and the gain, whose dtype is that of x, as int64. COLUMNS is a multiple of 4. rows: of the weight;
-    with an ACTIVATION half as many are written. PACKED as in `_numbers`.
+    with a gate half as many are written. PACKED as in `_numbers`.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     STEP: tl.constexpr = SLICE * BITS // 32
-    GATED: tl.constexpr = ACTIVATION != ""
+    GATED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "relu2"
     tile = tl.program_id(0)
     number = tl.arange(0, ROWS)
     # A tile has the gate's and the up projection's row for the same number of the result side by side.
@@ -337,6 +338,8 @@ def multiply_quantized(
             result = activations.gated(gate, up, ACTIVATION, LIMIT, ALPHA)
             tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=at < rows // 2)
         else:
+            if ACTIVATION != "":
+                total = activations.gated(total, total, ACTIVATION, LIMIT, ALPHA)
             if ADD:
                 total += residual.to(tl.float32)
             tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), mask=is_row)

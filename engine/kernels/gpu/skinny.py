@@ -26,10 +26,10 @@ PART = tl.constexpr(128)
 
 @triton.jit
 def _summed(
-    total, up_total, x_at, weight_at, up_at, begin, end, columns, is_token, is_row, ACTIVATION: tl.constexpr,
+    total, up_total, x_at, weight_at, up_at, begin, end, columns, is_token, is_row, GATED: tl.constexpr,
     EVEN: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of a tile, and with an ACTIVATION those of its other half, with the columns from begin to end."""
+    """Return the sums of a tile, and if it is GATED those of its other half, with the columns from begin to end."""
     k = tl.arange(0, COLUMNS)
     for column in tl.range(begin, end, COLUMNS, num_stages=STAGES):
         if EVEN:
@@ -40,7 +40,7 @@ def _summed(
             x = tl.load(x_at + column, mask=is_token[:, None] & left[None, :], other=0.0).to(WIDE)
             weight = tl.load(weight_at + column, mask=is_row[None, :] & left[:, None], other=0.0).to(WIDE)
         total = tl.dot(x, weight, total, input_precision="ieee")
-        if ACTIVATION != "":
+        if GATED:
             if EVEN:
                 up = tl.load(up_at + column, mask=is_row[None, :], other=0.0).to(WIDE)
             else:
@@ -63,20 +63,21 @@ def multiply(
 
     x: [tokens, columns]. weight: [rows, columns], contiguous. BIAS adds bias [rows]; ADD multiplies by `scale` and adds
     residual, which has the shape and strides of out and may be out. With an ACTIVATION the weight has 2 * rows rows,
-    the gate's first, and the result is activation(gate) * up. EVEN: COLUMNS divides the columns. DEPENDENT: the kernel
-    was launched before the one before it has ended. AHEAD: the lines of each row of the weight that are then read
-    before. SHARED: the number of tiles of tokens that are computed side by side for each tile of rows, so that many of
-    both stay in the cache.
+    the gate's first, and the result is activation(gate) * up; without a gate, as with "relu2", it has rows alone. EVEN:
+    COLUMNS divides the columns. DEPENDENT: the kernel was launched before the one before it has ended. AHEAD: the lines
+    of each row of the weight that are then read before. SHARED: the number of tiles of tokens that are computed side by
+    side for each tile of rows, so that many of both stay in the cache.
 
     With PARTS above 1 a program sums up as many consecutive columns, and the last one of a tile to arrive adds up all
-    parts in their order; there is no activation. sums: [PARTS, tokens, rows] float32. arrived: an int32 per tile, zero
+    parts in their order; there is no gate. sums: [PARTS, tokens, rows] float32. arrived: an int32 per tile, zero
     before and after. With SERIAL each program computes all parts of its tile, one after the other, with the same bits.
 
     With FAN the product is that of routed pairs: result `pair` is row pair // FAN of x times the weight of the tile's
     owner. pairs and owners: see experts.arrange. places: [owners, 2] int64, where an owner's weight and bias are,
     counted in 16 numbers from weight and bias.
     """
-    tl.static_assert(PARTS == 1 or ACTIVATION == "")
+    GATED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "relu2"
+    tl.static_assert(PARTS == 1 or not GATED)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     WIDE: tl.constexpr = tl.float32 if WIDEN else DTYPE  # the interpreter does not compute in bfloat16
     row_tile = tl.program_id(0)
@@ -123,12 +124,12 @@ def multiply(
         for since in range(0, columns, share):
             piece, up_total = _summed(
                 tl.zeros([TOKENS, ROWS], tl.float32), up_total, x_at, weight_at, up_at, since,
-                tl.minimum(since + share, columns), columns, is_token, is_row, ACTIVATION, EVEN, COLUMNS, STAGES, WIDE,
+                tl.minimum(since + share, columns), columns, is_token, is_row, GATED, EVEN, COLUMNS, STAGES, WIDE,
             )  # fmt: skip
             total += piece
     else:
         total, up_total = _summed(
-            total, up_total, x_at, weight_at, up_at, begin, end, columns, is_token, is_row, ACTIVATION, EVEN, COLUMNS,
+            total, up_total, x_at, weight_at, up_at, begin, end, columns, is_token, is_row, GATED, EVEN, COLUMNS,
             STAGES, WIDE,
         )  # fmt: skip
     is_in = is_token[:, None] & is_row[None, :]
@@ -147,7 +148,7 @@ def multiply(
             sum_at += tokens.to(tl.int64) * rows
     if BIAS:
         total += tl.load(bias_ptr + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
-        if ACTIVATION != "":
+        if GATED:
             up_total += tl.load(bias_ptr + rows + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION != "":
         total = activations.gated(total, up_total, ACTIVATION, LIMIT, ALPHA)

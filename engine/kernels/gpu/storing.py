@@ -129,19 +129,20 @@ def rotate_store(
     qkv_token, cache_block, cache_head, scales_block, scales_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_P: tl.constexpr, HALF_P: tl.constexpr,
     BLOCK: tl.constexpr, GATED: tl.constexpr, OWN: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr,
-    NORM_VALUES: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE_TURN: tl.constexpr,
-    PERIOD: tl.constexpr, SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
+    TURN_FIRST: tl.constexpr, NORM_VALUES: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WIDE_TURN: tl.constexpr, PERIOD: tl.constexpr, SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalize and rotate one token's heads of one KV head: queries in place, key and value to the cache.
 
     qkv: [tokens, (HEADS + OWN * KV_HEADS) * DIM]; if GATED each query is followed by a gate of the same size, which
     stays as it is. OWN: 2: keys and values; 1: keys, which are the values as well before they are normalized and
     rotated; 0: none, so that nothing is stored. q_weight, k_weight: [DIM], used with NORM; WIDE as in `_normalized`.
-    With NORM_VALUES a value is divided by its root mean square. The first TURNED numbers of a head are rotated, 0:
-    none: number i with i + TURNED / 2, if INTERLEAVED 2 * i with 2 * i + 1; WIDE_TURN as WIDE of `_rotated`. positions:
-    [tokens] int64. angles: [positions, 2, TURNED / 2] float32, cosines and sines. With PERIOD queries are then
-    multiplied by q_scales[position // PERIOD]. slots, cache and scales as in `store`. GROUP_P >= HEADS / KV_HEADS and
-    HALF_P >= DIM / 2 are powers of two. DEPENDENT as in skinny.multiply.
+    With TURN_FIRST heads are rotated before they are normalized. With NORM_VALUES a value is divided by its root mean
+    square. The first TURNED numbers of a head are rotated, 0: none: number i with i + TURNED / 2, if INTERLEAVED 2 * i
+    with 2 * i + 1; WIDE_TURN as WIDE of `_rotated`. positions: [tokens] int64. angles: [positions, 2, TURNED / 2]
+    float32, cosines and sines. With PERIOD queries are then multiplied by q_scales[position // PERIOD]. slots, cache
+    and scales as in `store`. GROUP_P >= HEADS / KV_HEADS and HALF_P >= DIM / 2 are powers of two. DEPENDENT as in
+    skinny.multiply.
 
     The numbers of a head keep their order, also in the cache. decoder_layer.py separates alternating ones, which gives
     the same scores; no cache has keys of both.
@@ -185,13 +186,17 @@ def rotate_store(
         q_at = line + (kv_head * GROUP + group) * QUERY
         a = tl.load(q_at + a_place[None, :], mask=mask, other=0.0).to(tl.float32)
         b = tl.load(q_at + b_place[None, :], mask=mask, other=0.0).to(tl.float32)
-        if NORM:
+        if NORM and not TURN_FIRST:
             a, b = _normalized(a, b, q_weight_ptr + a_place, q_weight_ptr + b_place, live, eps, DTYPE, DIM, WIDE)
         if TURNED:
             a, b = _rotated(a, b, cos, sin, DTYPE, WIDE_TURN)
             if PERIOD:
                 a = a.to(tl.float32) * q_scale
                 b = b.to(tl.float32) * q_scale
+        if NORM and TURN_FIRST:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+            a, b = _normalized(a, b, q_weight_ptr + a_place, q_weight_ptr + b_place, live, eps, DTYPE, DIM, WIDE)
         tl.store(q_at + a_place[None, :], a.to(DTYPE), mask=mask)
         tl.store(q_at + b_place[None, :], b.to(DTYPE), mask=mask)
 
@@ -202,10 +207,14 @@ def rotate_store(
         k_at = line + HEADS * QUERY + kv_head * DIM
         c = tl.load(k_at + a_place[None, :], mask=one, other=0.0).to(tl.float32)
         d = tl.load(k_at + b_place[None, :], mask=one, other=0.0).to(tl.float32)
-        if NORM:
+        if NORM and not TURN_FIRST:
             c, d = _normalized(c, d, k_weight_ptr + a_place, k_weight_ptr + b_place, live, eps, DTYPE, DIM, WIDE)
         if TURNED:
             c, d = _rotated(c, d, cos, sin, DTYPE, WIDE_TURN)
+        if NORM and TURN_FIRST:
+            c = c.to(tl.float32)
+            d = d.to(tl.float32)
+            c, d = _normalized(c, d, k_weight_ptr + a_place, k_weight_ptr + b_place, live, eps, DTYPE, DIM, WIDE)
         v_at = k_at + (OWN - 1) * KV_HEADS * DIM + i[None, :]
         e = tl.load(v_at, mask=one, other=0.0)
         f = tl.load(v_at + HALF, mask=one, other=0.0)
