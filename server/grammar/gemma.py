@@ -12,8 +12,8 @@ from typing import Any
 
 from ..parsers.gemma import QUOTE
 from ..parsers.parts import Schema
-from ..parsers.qwen_coder import TYPES
 from ..parsers.references import referred
+from ..parsers.tagged import TYPES
 from .rules import Lark, quoted
 from .schemas import MAX_WRITTEN, compact
 

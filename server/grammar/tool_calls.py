@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ..parsers import minimax
 from ..parsers.formats import CALL_DELIMITERS, DEEPSEEK, Formats
 from ..parsers.gemma import PREFIX
 from ..parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from ..parsers.parts import Schema
-from ..parsers.qwen_coder import END_FUNCTION, END_PARAMETER, FUNCTION, MAX_STEPS, NULLS, PARAMETER, VALUE_ENDS, types
-from ..parsers.references import referred
+from ..parsers.qwen_coder import END_FUNCTION, FUNCTION
+from . import tagged
 from .gemma import Inexpressible, Writer
 from .rules import Lark, quoted
 from .schemas import walk
@@ -25,17 +26,6 @@ ANNOTATIONS = ("description", "title", "default", "examples", "$comment", "depre
 COMPOSED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties", "unevaluatedProperties")
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
 LINE, NAME = "\n", "name"
-ANY_PARAMETER = r"/[^<>\r\n]{1,64}/"  # the name of a parameter that no schema lists
-# A value has none of the tags that end it without its own.
-UNTAGGED = r"/(?s:.*)/ & ~/(?s:.*\n(<parameter=|<\/function>).*)/"
-# The value of a parameter that no schema lists: what begins like JSON has no open quotes at its end, since the parser
-# takes a tag inside them for text.
-ANY_VALUE = r"""/(?s:[^\[{"].*|([\[{]|"([^"\\]|\\.)*")([^"]|"([^"\\]|\\.)*")*)?/"""
-# Keywords of an object whose properties can be written one by one.
-ONE_BY_ONE = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
-DEFINITIONS = "#/$defs/", "#/definitions/"
-TEXTUAL = ["string", "null"]  # the types of values that are written as they are
-LISTED = [{"type"}, {"enum"}, {"type", "enum"}, {"const"}, {"type", "const"}]  # keywords of which one lists the texts
 
 
 class Forced(NamedTuple):
@@ -66,7 +56,7 @@ def call_grammar(
     calls (`json_schema`, `regex` or `choice`) and its text; None: any text. `budget`: the maximum number of reasoning
     tokens, without the delimiter that ends the reasoning, which must be a single token.
     """
-    if formats.tools is None or (formats.tools == "qwen3_coder" and not all(map(_can_be_tagged, tools.values()))):
+    if formats.tools is None:
         formats = formats._replace(tools="json")
     try:
         return _forced(Lark(special, formats, opened, content, budget), tools, not required, parallel)
@@ -209,15 +199,27 @@ def _coder(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
     opens, closes = CALL_DELIMITERS["qwen3_coder"]
     calls = []
     for name, schema in tools.items():
-        stripped = arguments(schema)
-        shared: Schema = {key: stripped[key] for key in ("$defs", "definitions") if key in stripped}
-        written = [_any_parameters(lark)] if _is_open(stripped) else []
-        for key, inner in stripped.get("properties", {}).items():
-            one = f"{quoted(f'{PARAMETER}{key}>{LINE}')} {_tagged(lark, inner, shared)} {quoted(LINE)}"
-            written.append(one if key in stripped.get("required", ()) else f"({one})?")
-        calls.append(f"{quoted(f'{FUNCTION}{name}>{LINE}')} {' '.join(written)} {quoted(END_FUNCTION + LINE)}")
+        written = tagged.parameters(lark, tagged.coder(), arguments(schema))
+        calls.append(f"{quoted(f'{FUNCTION}{name}>{LINE}')} {written} {quoted(END_FUNCTION + LINE)}")
     call = f"{quoted(LINE)} {lark.one_of(calls)} {lark.delimiter(closes)}"
     return Syntax(opens, "", call, f"{quoted(LINE)} {lark.delimiter(opens)}", "")
+
+
+def _glm(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
+    opens, closes = CALL_DELIMITERS["glm45"][:2]
+    tags = tagged.glm45(lark)
+    calls = [f"{quoted(name)} LINE? {tagged.parameters(lark, tags, arguments(tools[name]))}" for name in tools]
+    call = f"{lark.one_of(calls)} {lark.delimiter(closes)}"
+    return Syntax(opens, "", call, f"LINE? {lark.delimiter(opens)}", "")
+
+
+def _minimax(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
+    calls = []
+    for name, schema in tools.items():
+        written = tagged.parameters(lark, tagged.minimax_m2(), arguments(schema))
+        opens = quoted(f"{minimax.FUNCTION}{name}{minimax.END_TAG}{LINE}")
+        calls.append(f"{opens} {written} {quoted(minimax.END_FUNCTION + LINE)}")
+    return Syntax(minimax.OPENS, quoted(LINE), lark.one_of(calls), "", lark.delimiter(minimax.CLOSES))
 
 
 SYNTAXES: dict[str, Callable[[Lark, Mapping[str, Schema]], Syntax]] = {
@@ -225,6 +227,8 @@ SYNTAXES: dict[str, Callable[[Lark, Mapping[str, Schema]], Syntax]] = {
     "mistral": _mistral,
     "mistral_v11": _mistral_v11,
     "qwen3_coder": _coder,
+    "glm45": _glm,
+    "minimax_m2": _minimax,
     "deepseek_v3": _deepseek,
     "deepseek_v31": _deepseek,
     "gemma4": _gemma,
@@ -245,88 +249,3 @@ def _object(lark: Lark, tools: Mapping[str, Schema], key: str = "arguments") -> 
         pieces = ["{", quoted(NAME), ": ", quoted(name), ", ", quoted(key), ": "]
         calls.append(f'{" ".join(map(quoted, pieces))} {lark.schema(arguments(schema))} "}}"')
     return lark.one_of(calls)
-
-
-def _tagged(lark: Lark, schema: Any, shared: Schema) -> str:
-    """Return a rule for one value and the tag that closes it; strings have no quotes."""
-    texts = _texts(schema, shared)
-    if texts is None:
-        return f"{lark.schema({**shared, **schema})} {quoted(LINE + END_PARAMETER)}"
-    if not texts:
-        lark.rules["STRING"] = UNTAGGED
-        return lark.until(END_PARAMETER, "STRING")
-    return f"({' | '.join(quoted(f'{text}{LINE}{END_PARAMETER}') for text in texts)})"
-
-
-def _texts(schema: Any, shared: Schema) -> list[str] | None:
-    """Return the texts that a value without quotes may be; empty: any text. None: it is no string, but JSON.
-
-    Raises Inexpressible for strings that must follow a schema which texts between tags cannot follow.
-    """
-    found = types({"properties": {"": schema}, **shared}, "")
-    if "string" not in found:
-        return None
-    texts: list[str] = []
-    is_any = False
-    for node in _alternatives(schema, shared):
-        kind = node.get("type", TEXTUAL)
-        kinds = kind if isinstance(kind, list) else [kind]
-        if any(each not in TEXTUAL for each in kinds) or node.keys() not in LISTED:
-            raise Inexpressible
-        is_any |= "string" in kinds and node.keys() == {"type"}
-        for value in node.get("enum", [node.get("const")]):
-            text = "null" if value is None else value
-            if not isinstance(text, str) or any(end in text for end in VALUE_ENDS):
-                raise Inexpressible
-            if value in NULLS and "null" in found:  # the parser would take this string for null
-                raise Inexpressible
-            if ("null" if value is None else "string") in kinds:
-                texts.append(text)
-    if not texts and not is_any:
-        raise Inexpressible
-    return [] if is_any else list(dict.fromkeys(texts))
-
-
-def _alternatives(schema: Any, shared: Schema) -> list[Schema]:
-    """Return the schemas of which a value must follow one. Raises Inexpressible if they cannot be listed."""
-    found: list[Schema] = []
-    todo = [schema]
-    for _ in range(MAX_STEPS):
-        if not todo:
-            return found
-        node = todo.pop()
-        if not isinstance(node, dict):
-            raise Inexpressible
-        if node.keys() == {"anyOf"}:
-            todo += reversed(node["anyOf"])
-        elif node.keys() == {"$ref"}:
-            todo.append(referred(shared, node["$ref"]))
-        else:
-            found.append(node)
-    raise Inexpressible
-
-
-def _is_open(schema: Schema) -> bool:
-    """Return whether arguments may have any properties because their schema lists none."""
-    return not schema.get("properties") and schema.get("additionalProperties", True) is not False
-
-
-def _any_parameters(lark: Lark) -> str:
-    """Return a rule for parameters that no schema lists, whose values may have any type."""
-    lark.rules["PARAMETER"], lark.rules["VALUE"] = ANY_PARAMETER, f"{ANY_VALUE} & {UNTAGGED}"
-    value = lark.until(END_PARAMETER, "VALUE")
-    return f"({quoted(PARAMETER)} PARAMETER {quoted(f'>{LINE}')} {value} {quoted(LINE)})*"
-
-
-def _can_be_tagged(schema: Schema) -> bool:
-    """Return whether arguments can be written one by one."""
-    schema = arguments(schema)
-    properties = schema.get("properties", {})
-    if not (schema.keys() <= ONE_BY_ONE and {*schema.get("required", ())} <= {*properties}):
-        return False
-    if _is_open(schema) and schema.get("additionalProperties", True) not in (True, {}):
-        return False
-    references = [node["$ref"] for _, node, _ in walk(schema) if isinstance(node.get("$ref"), str)]
-    if not all(each.startswith(DEFINITIONS) for each in references):  # each value has a schema of its own
-        return False
-    return all(">" not in name and "\n" not in name and isinstance(inner, dict) for name, inner in properties.items())

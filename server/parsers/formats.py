@@ -48,6 +48,8 @@ CALL_DELIMITERS: dict[str, tuple[str, ...]] = {
     "mistral": ("[TOOL_CALLS]",),
     "mistral_v11": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "glm45": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK,  # the same delimiters; the position of the name differs
     "gpt_oss": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
@@ -59,7 +61,7 @@ TOOL_FORMATS = tuple(CALL_DELIMITERS)
 REASONING_FORMATS = tuple(BLOCKS)
 
 # vLLM's names of the same formats, which are on model cards.
-TOOL_ALIASES = {"llama4_json": "llama3_json", "openai": "gpt_oss", "qwen3_xml": "qwen3_coder"}
+TOOL_ALIASES = {"glm47": "glm45", "llama4_json": "llama3_json", "openai": "gpt_oss", "qwen3_xml": "qwen3_coder"}
 REASONING_ALIASES = {
     **dict.fromkeys(("deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "olmo3", "qwen3"), "think"),
     "openai_gptoss": "gpt_oss",
@@ -106,7 +108,11 @@ def _tools(template: str) -> str | None:
         return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<function=" in template and "<parameter=" in template:
         return "qwen3_coder"
-    if "<tool_call>" in template and "<arg_key>" not in template:  # <arg_key>: GLM's format, which is not JSON
+    if "<arg_key>" in template and "<arg_value>" in template:
+        return "glm45"
+    if "<minimax:tool_call>" in template and "<invoke name=" in template:
+        return "minimax_m2"
+    if "<tool_call>" in template:
         return "hermes"
     if not re.search(r"\btools\b", template):
         return None

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 
 from .formats import CALL_DELIMITERS
-from .qwen_coder import as_json
 from .scanner import END, NOTHING, WHITE, Scanner, Script, Trimmer
+from .tagged import as_json
 
 OPENS, CLOSES, QUOTE = CALL_DELIMITERS["gemma4"]
 PREFIX = "call:"

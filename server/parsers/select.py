@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from .deepseek import DeepSeek
 from .formats import BLOCKS, Formats
 from .gemma import Gemma
+from .glm import Glm
 from .harmony import Harmony
 from .json_objects import Hermes, Llama, Mistral, Objects
+from .minimax import MiniMax
 from .parts import MessageParser, Plain, Schema
 from .qwen_coder import Coder
 from .scanner import Scanner
@@ -19,6 +21,8 @@ SCANNERS: dict[str, type[Scanner]] = {
     "mistral": Mistral,
     "mistral_v11": Mistral,
     "qwen3_coder": Coder,
+    "glm45": Glm,
+    "minimax_m2": MiniMax,
     "deepseek_v3": DeepSeek,
     "deepseek_v31": DeepSeek,
     "gpt_oss": Harmony,

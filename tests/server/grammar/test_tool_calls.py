@@ -53,6 +53,7 @@ ENDINGS = [
     " ",
     "1",
     "\n</parameter>",
+    "</arg_value>",
     '<|"|>',
     "<tool_call|>",
     "</think>",
@@ -200,17 +201,37 @@ FIRST = {
     "mistral": "[TOOL_CALLS]",
     "mistral_v11": "[TOOL_CALLS]",
     "qwen3_coder": "<tool_call>",
+    "glm45": "<tool_call>",
+    "minimax_m2": "<minimax:tool_call>",
     "deepseek_v3": "<\uff5ctool▁calls▁begin\uff5c>",
     "deepseek_v31": "<\uff5ctool▁calls▁begin\uff5c>",
     "gemma4": "<|tool_call>",
 }
 
 
+def call_of(tools: str, arguments: dict[str, str], name: str = "f", line: str = "\n") -> str:
+    """Return a call between tags. `line`: what GLM writes between them."""
+    if tools == "qwen3_coder":
+        each = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        return f"<tool_call>\n<function={name}>\n{each}</function>\n</tool_call>"
+    if tools == "minimax_m2":
+        each = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments.items())
+        return f'<minimax:tool_call>\n<invoke name="{name}">\n{each}</invoke>\n</minimax:tool_call>'
+    each = "".join(
+        f"<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}" for key, value in arguments.items()
+    )
+    return f"<tool_call>{name}{line}{each}</tool_call>"
+
+
+EACH_TAGGED = pytest.mark.parametrize("tools", ["qwen3_coder", "glm45", "minimax_m2"])
+
+
+@EACH_TAGGED
 @pytest.mark.parametrize(
     "schema",
     [
         {"type": "object", "properties": {"a": {"type": "string", "pattern": "^x"}}},
-        {"type": "object", "properties": {"a": {"type": "string", "enum": ["</parameter>"]}}},
+        {"type": "object", "properties": {"a": {"type": "string", "enum": ["</parameter></arg_value>"]}}},
         {"type": "object", "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}},
         {"type": "object", "properties": {"a": {"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}}},
         {"type": "object", "properties": {"a": {"enum": ["x", 1]}}},
@@ -225,23 +246,25 @@ FIRST = {
         },
         {"type": "object", "properties": {"a": {"type": "array", "items": {"$ref": "#"}}}},
         {"type": "object", "properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}},
-        {"type": "object", "properties": {"a>b": {"type": "integer"}}},
+        {"type": "object", "properties": {"<a>b": {"type": "integer"}}},
+        {"type": "object", "properties": {"a\nb": {"type": "integer"}}},
+        {"type": "object", "properties": {" a": {"type": "integer"}}},
+        {"type": "object", "properties": {"a" * 201: {"type": "integer"}}},
         {"type": "object", "properties": {}, "required": ["a"]},
         {"type": "object", "properties": {"a": {}}, "minProperties": 1},
         {"type": "object", "additionalProperties": {"type": "integer"}},
         {"anyOf": [{"type": "object"}]},
     ],
 )
-def test_arguments_that_tags_cannot_express_are_written_as_json(small, schema):
-    made = call_grammar(
-        Formats("qwen3_coder", "think"), {"f": schema}, required=True, parallel=True, opened=False, special={}
-    )
+def test_arguments_that_tags_cannot_express_are_written_as_json(tools, schema):
+    made = call_grammar(Formats(tools, "think"), {"f": schema}, required=True, parallel=True, opened=False, special={})
     assert made.formats == Formats("json", "think")
 
 
 RIG = {"enum": ["bark", "brig"], "type": "string"}
 
 
+@EACH_TAGGED
 @pytest.mark.parametrize(
     ("schema", "allowed", "refused"),
     [
@@ -260,18 +283,47 @@ RIG = {"enum": ["bark", "brig"], "type": "string"}
         ({"type": "array", "items": {"$ref": "#/$defs/rig"}}, {'["bark"]': ["bark"]}, ['["ship"]']),
     ],
 )
-def test_values_between_tags_follow_their_schema(small, schema, allowed, refused):
-    tools = {"f": {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"rig": RIG}}}
-    formats = Formats("qwen3_coder", "think")
-    made = call_grammar(formats, tools, required=True, parallel=False, opened=True, special=small.special)
+def test_values_between_tags_follow_their_schema(small, tools, schema, allowed, refused):
+    functions = {"f": {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"rig": RIG}}}
+    formats = Formats(tools, "think")
+    made = call_grammar(formats, functions, required=True, parallel=False, opened=True, special=small.special)
     assert made.formats == formats
     for value in (*allowed, *refused):
-        call = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
-        text = f"hm\n</think>\n\n{call}"
+        text = f"hm\n</think>\n\n{call_of(tools, {'a': value})}"
         assert small.allows(made.text, text) == (value in allowed), value
         if value in allowed:
-            [parsed] = read(formats, text, opened=True, tools=tools).calls
+            [parsed] = read(formats, text, opened=True, tools=functions).calls
             assert json.loads(parsed.arguments) == {"a": allowed[value]}
+
+
+def test_minimax_calls_are_in_one_block(small):
+    options = {"required": True, "opened": False, "special": small.special}
+    one = call_of("minimax_m2", {}, "find")
+    call = one.removeprefix("<minimax:tool_call>\n").removesuffix("</minimax:tool_call>")
+    for parallel in (True, False):
+        made = call_grammar(Formats("minimax_m2"), TOOLS, parallel=parallel, **options)
+        assert made.formats == Formats("minimax_m2")
+        assert small.allows(made.text, one)
+        assert small.allows(made.text, one.replace(call, call * 2)) == parallel
+        assert not small.allows(made.text, one + one) and not small.allows(made.text, one.replace(call, ""))
+
+
+def test_line_ends_between_glm_tags_are_optional(small):
+    formats = Formats("glm45")
+    options = {"required": True, "opened": False, "special": small.special}
+    several = call_grammar(formats, TOOLS, parallel=True, **options)
+    single = call_grammar(formats, TOOLS, parallel=False, **options)
+    assert several.formats == single.formats == formats
+    for line in ("", "\n"):
+        call = call_of("glm45", {"name": "a\n", "logs": '[3, "}"]'}, "find_ship", line)
+        for name in ("find", "ring_bell"):
+            text = f"{call}{line}{call_of('glm45', {}, name, line)}"
+            assert small.allows(several.text, text) and not small.allows(single.text, text)
+            assert [made.name for made in read(formats, text, tools=TOOLS).calls] == ["find_ship", name]
+        assert small.allows(single.text, call)
+        assert not small.allows(single.text, call_of("glm45", {"name": "a"}, "find_ship", line)), "logs are required"
+        assert not small.allows(single.text, call.replace("logs", "log"))
+        assert not small.allows(single.text, call.replace("find_ship", "sink"))
 
 
 @pytest.mark.parametrize(
@@ -330,22 +382,32 @@ def test_functions_with_any_arguments_are_called_in_the_native_format(small, too
     assert find_problem(made.kind, made.text) is None
 
 
+@pytest.mark.parametrize(
+    ("tools", "value", "allowed"),
+    [
+        ("qwen3_coder", "x <parameter=b>", True),
+        ("qwen3_coder", "</function>\n</tool_call>", True),
+        ("qwen3_coder", "x\n</functions>", True),
+        ("qwen3_coder", "x\n</function>", False),
+        ("qwen3_coder", "x\n<parameter=b>\ny", False),
+        ("minimax_m2", 'x <parameter name="b">', True),
+        ("minimax_m2", "\nx\n</invokes>", True),
+        ("minimax_m2", "x\n</invoke>", False),
+        ("minimax_m2", 'x\n<parameter name="b">\ny', False),
+        ("glm45", "x <arg_key>", True),
+        ("glm45", "x\n</tool_call>\n<tool_call>f\n", True),
+        ("glm45", "x\n<arg_value>", True),
+        ("glm45", "x\n<arg_key>", False),
+        ("glm45", "x</arg_value>y", False),
+    ],
+)
 @pytest.mark.parametrize("parameters", [ANY, {"type": "object", "properties": {"a": {"type": "string"}}}])
-def test_values_between_tags_hold_no_tag_that_ends_them(small, parameters):
-    lark = shaped(small, Formats("qwen3_coder"), {"f": parameters}, required=True)
-    for value, allowed in (
-        ("x <parameter=b>", True),
-        ("</function>\n</tool_call>", True),
-        ("x\n</functions>", True),
-        ("x\n</function>", False),
-        ("x\n<parameter=b>\ny", False),
-    ):
-        text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
-        assert small.allows(lark, text) == allowed, value
-        made = [
-            json.loads(call.arguments) for call in read(Formats("qwen3_coder"), text, tools={"f": parameters}).calls
-        ]
-        assert (made == [{"a": value}]) == allowed, value
+def test_values_between_tags_hold_no_tag_that_ends_them(small, tools, value, allowed, parameters):
+    lark = shaped(small, Formats(tools), {"f": parameters}, required=True)
+    text = call_of(tools, {"a": value})
+    assert small.allows(lark, text) == allowed
+    made = [json.loads(call.arguments) for call in read(Formats(tools), text, tools={"f": parameters}).calls]
+    assert (made == [{"a": value}]) == allowed
 
 
 GEMMA_OBJECTS = [
@@ -396,25 +458,49 @@ def test_gemma_writes_values_without_a_type(small):
         assert small.allows(made.text, f"<|tool_call>call:f{written}<tool_call|>") == allowed, written
 
 
-def test_tags_carry_any_parameters(small):
-    formats = Formats("qwen3_coder")
+@EACH_TAGGED
+def test_tags_carry_any_parameters(small, tools):
+    formats = Formats(tools)
     lark = shaped(small, formats, {"f": ANY}, required=True)
     for value, meant in (
         ("The sea.", "The sea."),
         ("two\nlines", "two\nlines"),
         ("3", 3),
-        ('{"a": ["</parameter>", "\\""]}', {"a": ["</parameter>", '"']}),
+        ('{"a": ["</parameter></arg_value>", "\\""]}', {"a": ["</parameter></arg_value>", '"']}),
         ("", ""),
     ):
-        one = f"<parameter=some name>\n{value}\n</parameter>\n"
-        text = f"<tool_call>\n<function=f>\n{one}{one.replace('some', 'other')}</function>\n</tool_call>"
+        text = call_of(tools, {"some name": value, "other name": value})
         assert small.allows(lark, text), value
         made = json.loads(read(formats, text, tools={"f": ANY}).calls[0].arguments)
         assert made == {"some name": meant, "other name": meant}
-    assert small.allows(lark, "<tool_call>\n<function=f>\n</function>\n</tool_call>")
-    for one in ('<parameter=a>\n["\n</parameter>\n', "<parameter=>\n1\n</parameter>\n", "<parameter=a>\n1\n"):
-        assert not small.allows(lark, f"<tool_call>\n<function=f>\n{one}</function>\n</tool_call>")
+    assert small.allows(lark, call_of(tools, {}))
+    for name, value in (("a", '["'), ("", "1"), ("a<b", "1")):
+        assert not small.allows(lark, call_of(tools, {name: value}))
+    whole = call_of(tools, {"a": "1"})
+    for tag in ("</parameter>", "</arg_value>"):
+        assert tag not in whole or not small.allows(lark, whole.replace(tag, ""))
     counts = sample_all(small, formats, {"f": ANY}, 24, required=True, parallel=True, opened=False)
+    assert len(counts) >= 8 and min(counts) >= 1
+
+
+def test_closing_tag_that_is_a_token_is_not_spelled_inside_a_glm_value(tmp_path):
+    library = tokenizers.Tokenizer.from_file(str(builtin.path() / "tokenizer.json"))
+    library.add_tokens(sorted(delimiters(Formats("glm45"))))
+    library.save(str(tmp_path / "tokenizer.json"))
+    sampler = Sampler(tmp_path / "tokenizer.json")
+    inner = {"a": {"type": "string"}, "b": {"type": "array"}, "c": {"enum": ["x", ""]}}
+    tools = {"f": {"type": "object", "properties": inner}, "g": ANY}
+    made = call_grammar(Formats("glm45"), tools, required=True, parallel=True, opened=False, special=sampler.special)
+    assert find_problem(made.kind, made.text) is None
+    for name, values in (("f", {"a": "\n<", "b": '["</arg_"]', "c": ""}), ("f", {"c": "x"}), ("g", {"d": "</arg"})):
+        for line in ("", "\n"):
+            assert sampler.allows(made.text, call_of("glm45", values, name, line)), values
+    for name, key in (("f", "a"), ("g", "d")):
+        before, after = call_of("glm45", {key: "|"}, name).split("|")
+        pieces = f"{before}x</arg_", "value>", after
+        ids = [i for piece in pieces for i in sampler.library.encode(piece, add_special_tokens=False).ids]
+        assert sampler.matcher(made.text).validate_tokens(ids) < len(ids)
+    counts = sample_all(sampler, Formats("glm45"), tools, 24, required=True, parallel=True, opened=False)
     assert len(counts) >= 8 and min(counts) >= 1
 
 

@@ -28,7 +28,23 @@ CODER = (
     "{% if tools %}{{ tools | tojson }} Call like this: <tool_call>\n<function=its_name>\n<parameter=its_parameter>\n"
     "value\n</parameter>\n</function>\n</tool_call>{% endif %}"
 ) + CHATML
-GLM = "{% if tools %}{{ tools }} <tool_call>name\n<arg_key>k</arg_key>\n<arg_value>v</arg_value></tool_call>{% endif %}"
+GLM = (
+    "{% if tools %}{{ tools | tojson }} Call like this: <tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n"
+    "<arg_value>{arg-value-1}</arg_value>\n...\n</tool_call>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}<|assistant|>\n<think></think>"
+)
+GLM_NEW = GLM.replace("\n<arg", "<arg").replace("<|assistant|>\n<think></think>", "<|assistant|><think>")
+MINIMAX = (
+    '{% if tools %}{{ tools | tojson }} Call like this: <minimax:tool_call>\n<invoke name="tool-name-1">\n'
+    '<parameter name="param-key-1">param-value-1</parameter>\n...\n</invoke>\n</minimax:tool_call>{% endif %}'
+    "{% for m in messages %}]~b]{{ m.role }}\n{{ m.content.split('</think>')[-1] }}[e~[\n{% endfor %}]~b]ai\n<think>\n"
+)
+NEMOTRON3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for t in m.tool_calls or [] %}<tool_call>\n"
+    "<function={{ t.name }}>\n{% for k, v in t.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>\n{% endfor %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}{{ tools }}{% endif %}<|im_start|>assistant\n<think></think>"
+)
 LLAMA3 = (
     '{% if tools %}{{ tools | tojson }} Answer with {"name": the function, "parameters": an object}{% endif %}'
     "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>{% endfor %}"
@@ -74,7 +90,10 @@ KIMI = "{% for m in messages %}◁think▷{{ m.reasoning_content }}◁/think▷{
         (HERMES, Formats("hermes", None)),
         (HERMES + "<think>\n\n</think>\n\n", Formats("hermes", "think")),
         (CODER, Formats("qwen3_coder", None)),
-        (GLM, Formats("json", None)),
+        (MINIMAX, Formats("minimax_m2", "think")),
+        (NEMOTRON3, Formats("qwen3_coder", "think")),
+        (GLM, Formats("glm45", "think")),
+        (GLM_NEW.removesuffix("<think>") + "</think>", Formats("glm45", "think")),
         (LLAMA3, Formats("llama3_json", None)),
         (LLAMA3_TEXT, Formats(None, None)),
         (MISTRAL, Formats("mistral", None)),

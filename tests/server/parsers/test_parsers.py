@@ -96,16 +96,43 @@ def write_mistral_v11(content, made):
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in made)
 
 
-def write_coder(content, made):
-    def value(x):
-        return x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
+def tagged_value(x):
+    return x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
 
+
+def write_coder(content, made):
     return "".join(
         f"\n<tool_call>\n<function={name}>\n"
-        + "".join(f"<parameter={key}>\n{value(x)}\n</parameter>\n" for key, x in arguments.items())
+        + "".join(f"<parameter={key}>\n{tagged_value(x)}\n</parameter>\n" for key, x in arguments.items())
         + "</function>\n</tool_call>"
         for name, arguments in made
     )
+
+
+def write_glm(content, made, line="\n"):
+    return "".join(
+        f"{line}<tool_call>{name}{line}"
+        + "".join(
+            f"<arg_key>{key}</arg_key>{line}<arg_value>{tagged_value(x)}</arg_value>{line}"
+            for key, x in arguments.items()
+        )
+        + "</tool_call>"
+        for name, arguments in made
+    )
+
+
+def write_glm47(content, made):
+    return write_glm(content, made, line="")
+
+
+def write_minimax(content, made):
+    each = "".join(
+        f'<invoke name="{name}">\n'
+        + "".join(f'<parameter name="{key}">{tagged_value(x)}</parameter>\n' for key, x in arguments.items())
+        + "</invoke>\n"
+        for name, arguments in made
+    )
+    return f"\n<minimax:tool_call>\n{each}</minimax:tool_call>" if made else ""
 
 
 def write_deepseek(one):
@@ -146,6 +173,8 @@ WRITTEN_CALLS = {
     "mistral": write_mistral,
     "mistral_v11": write_mistral_v11,
     "qwen3_coder": write_coder,
+    "glm45": write_glm,
+    "minimax_m2": write_minimax,
     "deepseek_v3": write_deepseek(
         lambda name, arguments: f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"  # noqa: RUF001
     ),
@@ -157,6 +186,8 @@ ALL_DELIMITERS = sorted({*itertools.chain(*CALL_DELIMITERS.values(), *BLOCKS.val
 PIECES = [
     *ALL_DELIMITERS, *'{}[]"\\<>;,:|', "<function=", "</function>", "<parameter=x>", "</parameter>", "\n", " ", "\n\n",
     '{"name": "find_ship", "arguments": ', '"parameters": {}', "<thi", "<tool_", "```json", "```", "é", "🐋", "\u2028",
+    "<tool_call>find_ship", "<arg_key>name</arg_key><arg_value>",
+    '<invoke name="', 'find_ship">', '<parameter name="', '">', "</invoke>",
     "find_ship", "ring-bell.now", "function", " to=", "functions.", "a", "null", "<|cha", "true", "name", "\\u00",
 ]  # fmt: skip
 AWKWARD = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8).map("".join)
@@ -166,6 +197,15 @@ CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 def without(delimiters):
     """Return a filter of unambiguous texts: those that contain none of the delimiters."""
     return lambda text: not any(delimiter in text for delimiter in delimiters)
+
+
+# What ends a value between tags
+TAGGED = {
+    "qwen3_coder": ["</parameter>", "\n<parameter=", "\n</function>"],
+    "glm45": ["</arg_value>", "\n<arg_key>"],
+    "minimax_m2": ["</parameter>", '\n<parameter name="', "\n</invoke>"],
+}
+EACH_TAGGED = pytest.mark.parametrize("tools", TAGGED)
 
 
 def plain(text: str) -> str:
@@ -185,11 +225,11 @@ def values(formats: Formats):
     if formats.tools == "gemma4":  # strings and keys have no escapes
         text, keys = text.filter(without(['<|"|>'])), st.text("ab_", min_size=1)
         deep = st.recursive(st.none() | st.booleans() | st.integers() | text, st.lists, max_leaves=5)
-    if formats.tools != "qwen3_coder":
+    if formats.tools not in TAGGED:
         return st.fixed_dictionaries(
             {}, optional={"name": text, "masts": deep, "at": st.dictionaries(keys, deep, max_size=2)}
         )
-    text = text.filter(without(["</parameter>"]))
+    text = text.filter(without(TAGGED[formats.tools]))
     deep = st.dictionaries(st.text("abc"), st.integers() | st.text('a"\\}{', max_size=3), max_size=2)
     return st.fixed_dictionaries(
         {},
@@ -206,7 +246,8 @@ def values(formats: Formats):
 
 @EACH
 def test_message_is_recovered_however_it_is_split(formats):
-    prose = AWKWARD.filter(without({*delimiters(formats), "<function=", "</function>"})).map(plain)
+    prose = AWKWARD.filter(without({*delimiters(formats), "<function=", "</function>", "<invoke name=", "</invoke>"}))
+    prose = prose.map(plain)
 
     @PROPERTY
     @given(
@@ -388,6 +429,10 @@ def test_model_without_delimiters_has_the_plain_parser():
 
 CALL = '{"name": "find_ship", "arguments": {"masts": 3}}'
 ONE = [("find_ship", {"masts": 3})]
+NOTED = [("find_ship", {"masts": 3, "note": None})]
+MINIMAX_CALL = '<invoke name="find_ship">\n<parameter name="masts">3</parameter>\n</invoke>'
+MINIMAX_BLOCK = f"<minimax:tool_call>\n{MINIMAX_CALL}\n{MINIMAX_CALL}\n</minimax:tool_call>"
+GLM_CALL = "<tool_call>find_ship\n<arg_key>masts</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
 
 
 @pytest.mark.parametrize(
@@ -468,6 +513,72 @@ ONE = [("find_ship", {"masts": 3})]
         ),
         ("qwen3_coder", "<function=find_ship><parameter=name>a\n<parameter=", "<parameter=", None),
         ("qwen3_coder", "<tool_call>\n<function=find_ship\n", None, []),
+        ("glm45", "<tool_call>ring-bell.now</tool_call>", "", [("ring-bell.now", {})]),
+        ("glm45", "so\n<tool_call>ring-bell.now\n</tool_call> so", "soso", [("ring-bell.now", {})]),
+        ("glm45", f"{GLM_CALL}{GLM_CALL}\n{GLM_CALL}", "", ONE * 3),
+        ("glm45", "<tool_call>find_ship <arg_key>masts</arg_key> <arg_value>3</arg_value> </tool_call>", "", ONE),
+        (
+            "glm45",
+            "<tool_call>\nfind_ship<arg_key>name</arg_key><arg_value>\n</tool_call> \n<tool_call>\n</arg_value>"
+            "<arg_key> masts\n</arg_key>\n<arg_value> 3\n</arg_value></tool_call>",
+            "",
+            [("find_ship", {"name": "\n</tool_call> \n<tool_call>\n", "masts": 3})],
+        ),
+        ("glm45", 'See <tool_call>find_ship is a call, <tool_call>{"name": "find_ship"}</tool_call> too.', None, []),
+        ("glm45", f"{GLM_CALL}\nwithout </tool_call>", "without </tool_call>", ONE),
+        (
+            "glm45",
+            f"<tool_call>find_ship<arg_key>{'x' * 300}</arg_key><arg_value>3",
+            f"<arg_key>{'x' * 300}</arg_key><arg_value>3",
+            [("find_ship", {})],
+        ),
+        ("glm45", "<tool_call>find_ship</tool>", None, []),
+        ("glm45", "<tool_call>find_ships</tool_call>", None, []),
+        ("glm45", "<tool_call>find_ship\n", None, []),
+        ("glm45", "<arg_key>masts</arg_key>", None, []),
+        # Without closing tags
+        ("glm45", "<tool_call>find_ship<arg_key>masts<arg_value>3<arg_key>note<arg_value>null</tool_call>", "", NOTED),
+        ("glm45", "<tool_call>find_ship\n<arg_key>masts\n<arg_value>3\n</tool_call>\nso", "so", ONE),
+        ("glm45", f"{GLM_CALL.removesuffix('</tool_call>')}{GLM_CALL}", "", ONE * 2),
+        ("glm45", f"{GLM_CALL.removesuffix('</tool_call>')}so", "so", ONE),
+        (
+            "glm45",
+            "<tool_call>find_ship\n<arg_key>name</arg_key>\n<arg_value>a\n\n<arg_key>masts</arg_key>\n"
+            "<arg_value>3</tool_call>",
+            "",
+            [("find_ship", {"name": "a\n", "masts": 3})],
+        ),
+        (
+            "glm45",
+            "<tool_call>find_ship<arg_key>name</arg_key><arg_value>The Pequod</tool_call>\n",
+            "",
+            [("find_ship", {"name": "The Pequod"})],
+        ),
+        ("glm45", "<tool_call>find_ship<arg_key>masts</arg_key>3", "<arg_key>masts</arg_key>3", [("find_ship", {})]),
+        ("glm45", "<tool_call>find_ship<arg_key>name</arg_key><arg_value>Peq", "", None),
+        ("minimax_m2", f"so\n{MINIMAX_BLOCK}\nso", "soso", ONE * 2),
+        ("minimax_m2", f"{MINIMAX_BLOCK}{MINIMAX_BLOCK}", "", ONE * 4),
+        ("minimax_m2", f"{MINIMAX_CALL}\n{MINIMAX_CALL}", "", ONE * 2),
+        ("minimax_m2", MINIMAX_BLOCK.replace("\n", ""), "", ONE * 2),
+        ("minimax_m2", '<invoke name="ring-bell.now">\n</invoke>', "", [("ring-bell.now", {})]),
+        ("minimax_m2", MINIMAX_BLOCK.replace("</invoke>\n", "", 1), "", ONE * 2),
+        ("minimax_m2", MINIMAX_BLOCK.replace("</invoke>\n", ""), "", ONE * 2),
+        ("minimax_m2", MINIMAX_BLOCK.replace("</parameter>", ""), "", ONE * 2),
+        (
+            "minimax_m2",
+            MINIMAX_BLOCK.replace("find_ship", "sink", 1),
+            f"<minimax:tool_call>\n{MINIMAX_CALL.replace('find_ship', 'sink')}",
+            ONE,
+        ),
+        (
+            "minimax_m2",
+            MINIMAX_CALL.replace('masts">3', 'name">\n </invoke> <parameter name="x">\n'),
+            "",
+            [("find_ship", {"name": '\n </invoke> <parameter name="x">\n'})],
+        ),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="find_ship"', None, []),
+        ("minimax_m2", '<invoke name="find_ship" id="1">', None, []),
+        ("minimax_m2", "<minimax:tool_call>find_ship</minimax:tool_call>", None, []),
         ("gemma4", "<|tool_call>call:find_ship{masts:3}<tool_call|>", "", ONE),
         ("gemma4", 'so <|tool_call>call:find_ship{ "masts" : 3 , }<tool_call|>', "so", ONE),
         ("gemma4", '<|tool_call>call:find_ship{<|"|>masts<|"|>:3]<tool_call|>', "", ONE),
@@ -564,24 +675,63 @@ def test_malformed_calls_are_parsed_as_far_as_possible(tools, text, content, mad
         ("unheard_of", '{"a": 1}', {"a": 1}),
     ],
 )
-def test_schema_determines_the_type_of_a_tagged_value(name, written, meant):
-    got = read(Formats("qwen3_coder"), write_coder("", [("find_ship", {name: written})]))
+@EACH_TAGGED
+def test_schema_determines_the_type_of_a_tagged_value(tools, name, written, meant):
+    got = read(Formats(tools), WRITTEN_CALLS[tools]("", [("find_ship", {name: written})]))
     assert calls(got) == [("find_ship", {name: meant})]
 
 
 @pytest.mark.parametrize(("name", "first", "second"), [("masts", 3, 4), ("name", "Rachel", "Rachel\n")])
-def test_first_value_of_a_repeated_tagged_parameter_counts(name, first, second):
-    given = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for value in (first, second, first))
-    text = f"<tool_call>\n<function=find_ship>\n{given}<parameter=is_lost>true</parameter></function></tool_call>"
-    [call] = read(Formats("qwen3_coder"), text).calls
+@EACH_TAGGED
+def test_first_value_of_a_repeated_tagged_parameter_counts(tools, name, first, second):
+    keys = {f"{i}{name}": value for i, value in enumerate((first, second, first))}
+    text = WRITTEN_CALLS[tools]("", [("find_ship", {**keys, "is_lost": True})])
+    for key in keys:
+        text = text.replace(key, name)
+    [call] = read(Formats(tools), text).calls
     pairs = json.loads(call.arguments, object_pairs_hook=list)
     assert pairs == [(name, first), ("is_lost", True)]
 
 
-def test_text_that_ends_in_a_repeated_value_leaves_the_call_open():
-    text = "<function=find_ship><parameter=masts>3</parameter><parameter=masts>4"
-    [call] = read(Formats("qwen3_coder"), text).calls
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("qwen3_coder", "<function=find_ship><parameter=masts>3</parameter><parameter=masts>4"),
+        ("glm45", f"{GLM_CALL.removesuffix('</tool_call>')}<arg_key>masts</arg_key><arg_value>4"),
+        ("minimax_m2", f'{MINIMAX_CALL.removesuffix("</invoke>")}<parameter name="masts">4'),
+    ],
+)
+def test_text_that_ends_in_a_repeated_value_leaves_the_call_open(tools, text):
+    [call] = read(Formats(tools), text).calls
     assert call.arguments == '{"masts": 3'
+
+
+@pytest.mark.parametrize("content", ["", "Ahoy."])
+def test_glm_calls_need_no_line_ends(content):
+    made = [("find_ship", {"name": "\nPequod\n", "masts": 3, "at": {"x": "</arg_value>"}}), ("ring-bell.now", {}), *ONE]
+    text = content + write_glm47(content, made)
+    assert "\n" not in text.replace("\nPequod\n", "")
+    got = read(Formats("glm45"), text)
+    assert got == read(Formats("glm45"), *text)
+    assert (got.content, calls(got)) == (content, made)
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_end_of_a_glm_call_inside_a_string_leaves_a_call_that_is_cut_off_open(end):
+    text = f"<tool_call>find_ship<arg_key>name</arg_key><arg_value>a</tool_call>{end}"
+    for stop, arguments in ((None, '{"name": "a"}'), ("", '{"name": "a'), ("b", '{"name": "a')):
+        [call] = read(Formats("glm45"), text, cut_before=stop).calls
+        assert call.arguments == arguments
+
+
+@pytest.mark.parametrize(("tools", "call"), [("glm45", GLM_CALL), ("minimax_m2", MINIMAX_CALL)])
+@pytest.mark.parametrize("mentioned", ["{}", "hm\n{}\nBut no.", "hm <tool_call>find_ship", "hm\n<tool_call>\n{}"])
+@pytest.mark.parametrize("answer", ["", "so", "{}"])
+def test_calls_in_reasoning_stay_reasoning(tools, call, mentioned, answer):
+    mentioned = mentioned.format(call)
+    got = read(Formats(tools, "think"), f"{mentioned}</think>{answer.format(call)}", opened=True)
+    made = ONE if answer == "{}" else []
+    assert (got.reasoning, got.content, calls(got)) == (mentioned, "" if made else answer, made)
 
 
 CODED = "<tool_call>\n<function=find_ship>\n<parameter=masts>\n3\n</parameter>\n</function>\n</tool_call>"
@@ -753,6 +903,8 @@ def steps(formats: Formats, text: str) -> int:
     [
         *("<", "<tool_call", "<tool_call>", "<tool_call>{", '<tool_call>{"name": "', " ", "\n", "[", "{", '"', "\\"),
         *("<think>", "</", "<function=find_ship>", "<function=find_ship><parameter=name>\n", "[TOOL_CALLS]", "[{"),
+        *("<arg_key>", "<arg_key>a</arg_key><arg_value>", "<tool_call>find_ship<arg_key>", "</tool_call> "),
+        *('<invoke name="find_ship">', '<invoke name="find_ship"><parameter name="name">', "</invoke>"),
         *("[TOOL_CALLS]a[CALL_ID]", "<|python_tag|>", "<｜tool▁calls▁begin｜>", "<|channel|>", "<|start|>"),  # noqa: RUF001
         "<|channel|>x<|message|>",
         *("<|tool_call>", "<|tool_call>call:find_ship{", '<|"|>', "<|", "a:", ","),
