@@ -40,8 +40,11 @@ SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 # 20 MiB for one of 1 to 10 MiB and 2 MiB for a smaller one, and what a graph leaves does not always suit the next one.
 GRAPH_BYTES, LAUNCH_BYTES = 256 << 10, 16 << 10
 LAYER_LAUNCHES, EXPERT_LAUNCHES, BESIDE_LAUNCHES, NORM_LAUNCHES, INPUT_LAUNCHES = 10, 3, 12, 2, 5
-# More: of a layer with a mixer, of gated attention, and of the scales of what is added to the residual stream
-MIXER_LAUNCHES, GATE_LAUNCHES, SCALE_LAUNCHES = 1, 1, 2
+# More: of a layer with a mixer, of gated attention, of the scales of what is added to the residual stream, of latent
+# attention; of an MLP of all tokens beside experts, as many of its gate, and of experts that are chosen in groups; and
+# of a step beside its layers: the embedding, its scale, and the last sum.
+MIXER_LAUNCHES, GATE_LAUNCHES, SCALE_LAUNCHES, LATENT_LAUNCHES = 1, 1, 2, 5
+SHARED_LAUNCHES, GROUP_LAUNCHES, END_LAUNCHES = 3, 15, 3
 WORKSPACE_BYTES, POOL_BYTES = 32 << 20, 64 << 20
 # The launches of the graphs of a number of drawing rows, and the tables of counts of a row, see TritonLogits.
 DRAW_LAUNCHES, DRAW_TABLES = 48, 64 << 10
@@ -131,12 +134,13 @@ def graph_reserve(spec: ModelSpec, config: EngineConfig, backend: type[Attention
     if decoder is None or any(gpu_limitation(shape, spec.dtype) for shape in spec.mixers):  # they are not captured
         return GraphReserve()
     sizes = graph_sizes.of(spec, config)
-    of_layer = LAYER_LAUNCHES + NORM_LAUNCHES * (decoder.qk_norm == "all")
-    of_layer += INPUT_LAUNCHES * (decoder.inputs is not None)
-    of_layer += MIXER_LAUNCHES * decoder.has_states + GATE_LAUNCHES * decoder.gates_attention
-    of_layer += SCALE_LAUNCHES * (decoder.scales.residual != 1)
-    if decoder.experts is not None:
-        of_layer += EXPERT_LAUNCHES + BESIDE_LAUNCHES * decoder.experts.is_beside
+    of_layer = LAYER_LAUNCHES + NORM_LAUNCHES * (decoder.qk_norm == "all") + GATE_LAUNCHES * decoder.gates_attention
+    of_layer += INPUT_LAUNCHES * (decoder.inputs is not None) + MIXER_LAUNCHES * decoder.has_states
+    of_layer += SCALE_LAUNCHES * (decoder.scales.residual != 1) + LATENT_LAUNCHES * bool(decoder.shapes[0].latent)
+    if (experts := decoder.experts) is not None:
+        of_layer += EXPERT_LAUNCHES + BESIDE_LAUNCHES * experts.is_beside
+        of_layer += SHARED_LAUNCHES * (bool(experts.shared) + bool(experts.shared_gate))
+        of_layer += GROUP_LAUNCHES * (experts.sigmoids is not None and experts.sigmoids.groups > 1)
     # The graphs share their intermediate results, and the copy of the hidden states that they return.
     shared = sizes.largest * (_token_bytes(spec) + decoder.hidden_size * spec.dtype.itemsize)
     # The logits stay in memory of their own; the head's result and the weights are intermediate results.
@@ -146,7 +150,7 @@ def graph_reserve(spec: ModelSpec, config: EngineConfig, backend: type[Attention
     return GraphReserve(
         draw_row=draw_row,
         allocated=shared + spec.workspace_bytes + WORKSPACE_BYTES + POOL_BYTES,
-        step_graph=GRAPH_BYTES + of_layer * len(decoder.shapes) * LAUNCH_BYTES,
+        step_graph=GRAPH_BYTES + (of_layer * len(decoder.shapes) + END_LAUNCHES) * LAUNCH_BYTES,
         draw_graphs=GRAPH_BYTES + DRAW_LAUNCHES * LAUNCH_BYTES,
         num_steps=len(sizes.all),
         num_draws=len(draws),
@@ -162,7 +166,7 @@ def _token_bytes(spec: ModelSpec) -> int:
     own = 0  # keys and values that layers share, and the layers' own inputs
     if (decoder := spec.decoder) is not None:
         shared = [shape for shape in decoder.shapes if shape.shares is not None]
-        inner, own = max([inner, *(shape.inner for shape in shared)]), 2 * widest.numbers if shared else 0
+        inner, own = decoder.widest, 2 * widest.numbers if shared else 0
         own += 3 * len(decoder.shapes) * decoder.inputs.size if decoder.inputs is not None else 0
         # Of latent attention the queries before they are multiplied, and what is multiplied after it.
         own += max((shape.latent.queries + shape.latent.seen for shape in decoder.shapes if shape.latent), default=0)
@@ -238,7 +242,7 @@ def _arrange(
     blocks_for = partial(groups.blocks_for, block_size=config.block_size, chunk=config.max_batched_tokens)
     graphs = graph_reserve(spec, config, backend).total
     if graphs and spec.decoder is not None:  # they read angles of all positions, in float32
-        graphs += sum(rope.head_dim for rope in spec.decoder.ropes) * config.max_len * 4
+        graphs += sum(rope.head_dim for rope in spec.decoder.used_ropes) * config.max_len * 4
     fixed = weights + activations + graphs
     given = block_bytes * config.num_blocks if config.num_blocks else config.kv_cache_memory or 0  # bytes of the cache
     available = _usable(machine) if given else _budget(machine, config)

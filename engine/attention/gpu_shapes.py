@@ -20,9 +20,10 @@ WIDTHS = 128, 256, WIDEST
 TILE_ROWS, SMALL_TILE_ROWS = (128, 128, 64), (128, 64, 32)
 FLOAT32_TILE_ROWS = 32, 32, 16
 UNIFORM_TILE_ROWS = 64, 32, 16
-# The same of a program, several of which may share a KV head of the last breadth: of keys with a rest, of rows of one
-# query, and where registers would spill.
+# The same of a program, several of which may share a KV head of the last breadth: of keys with a rest, of more query
+# heads than MANY_HEADS, of rows of one query, and where registers would spill.
 SHARED_TILE_ROWS, FEWEST_TILE_ROWS = 32, 16
+MANY_HEADS = 16  # per KV head
 MAX_GROUP = 128  # query heads per KV head
 SHORT_ROWS, HOPPER = 16, 9  # see `is_short`; the major number of the capability
 
@@ -61,12 +62,12 @@ def _sharing(
     """Return the number of programs that share a KV head, see Shape; query heads of other breadths all fit into one."""
     if breadth(layer) < 2:
         return 1
-    rows = _most_rows(layer, dtype, uniform=uniform, is_large=is_large)
-    if queries == 1 or layer.head_dim > WIDEST:
+    rows, group = _most_rows(layer, dtype, uniform=uniform, is_large=is_large), layer.num_heads // layer.num_kv_heads
+    if queries == 1 or layer.head_dim > WIDEST or group > MANY_HEADS:
         rows = min(rows, SHARED_TILE_ROWS)
     if is_scaled and (queries == 1 or (layer.head_dim > WIDEST and dtype == torch.float16)):
         rows = FEWEST_TILE_ROWS
-    return -(-layer.num_heads // layer.num_kv_heads // (rows // queries))
+    return -(-group // (rows // queries))
 
 
 @functools.cache
@@ -99,8 +100,10 @@ def attend_shape(
     uniform: bool,
     is_scaled: bool,
     is_large: bool,
+    is_chunk: bool = False,
 ) -> Shape:
-    """Return how programs compute whose items have this many queries, in a step of `tokens` tokens.
+    """Return how programs compute whose items have this many queries, in a step of `tokens` tokens. `is_chunk`: items
+    are of longer rows, also if they have one query each.
 
     Without measurements these are the most keys, the fewest warps and the most stages whose registers do not spill.
     """
@@ -129,6 +132,9 @@ def attend_shape(
     # Of keys with a rest few programs fit into a multiprocessor, so that each must load its next keys ahead.
     has_rest = layer.head_dim > WIDEST
     stages = 5 if is_large and is_deep and (kind < 2 or (has_rest and not uniform)) else 3
+    if is_chunk and is_scaled and kind > 1 and not uniform:  # registers would spill
+        has_many = layer.num_heads > MANY_HEADS * layer.num_kv_heads
+        stages = 2 if has_many and not (has_rest or is_large) else 3
     if has_rest and dtype == torch.float32:
         stages = 1  # two tiles of keys do not fit into the shared memory of all GPUs
     return Shape(keys, warps, stages, skips=skips, sharing=sharing)

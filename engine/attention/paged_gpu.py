@@ -220,7 +220,7 @@ class PagedGPU:
         traits = {"uniform": uniform, "is_scaled": cache.is_scaled, "is_large": is_large}
         for works, most, split in kinds:
             for work in works:
-                shape = attend_shape(layer, dtype, most, min(tokens, FEW_ROWS + 1), **traits)
+                shape = attend_shape(layer, dtype, most, min(tokens, FEW_ROWS + 1), is_chunk=not split, **traits)
                 assert shape.skips != LOOP or gpu_plan.SPLIT % shape.keys == 0, "see _attended"
                 beside = layer.num_kv_heads * shape.sharing
                 self._reserve(work.num_parts, layer, beside, device)

@@ -84,7 +84,8 @@ def config_of(model: Model) -> dict[str, Any]:
     if quantized := _types(tensors) - PLAIN:
         used = {name: tensor for name, tensor in tensors.items() if _is_used(name, config)}
         stored = {name: tensor for name, tensor in used.items() if not name.endswith(f".{TOGETHER}.weight")}
-        of_heads = [stored[name] for name in stored if name.split(".")[-2] in BY_HEAD]
+        endings = tuple(f".{name}.weight" for name in BY_HEAD)
+        of_heads = [tensor for name, tensor in stored.items() if name.endswith(endings)]
         tables = used.keys() & (LOOKED_UP if "output.weight" in used else LOOKED_UP - {"token_embd.weight"})
         config["quantization_config"] = {
             "quant_method": "gguf",

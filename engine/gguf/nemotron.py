@@ -33,7 +33,7 @@ PARAMETERS = {
     "ssm_d": "mixer.D",
     "ssm_dt.bias": "mixer.dt_bias",
 }
-EPS = "attention.layer_norm_epsilon", "layer_norm_epsilon"
+EPS = "attention.layer_norm_rms_epsilon", "layer_norm_epsilon"
 
 
 def nemotron_h(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +60,6 @@ def nemotron_h(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         "hybrid_override_pattern": "".join(kinds),
         "num_key_value_heads": max(kv_heads) or None,
         "intermediate_size": max(sizes, default=1),
-        "layer_norm_epsilon": keys.number("attention.layer_norm_rms_epsilon", config["layer_norm_epsilon"]),
         "mamba_num_heads": heads,
         "mamba_head_dim": values // heads,
         "n_groups": keys.number("ssm.group_count"),

@@ -35,6 +35,26 @@ DEEPSEEK3 = [
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 ]
+# Letters with a case, but for those of some scripts
+CASED_LETTERS = (
+    "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68"
+    "\U00010570-\U000105bc\U00016e40-\U00016e7f\U0001d400-\U0001d7cb\U0001df00-\U0001df1e]]+"
+)
+HAN_AND_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+DEEPSEEK = [
+    r"[\r\n]",
+    rf"\s?{CASED_LETTERS}",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    HAN_AND_HANGUL,
+    r"\p{N}+",
+]
+DEEPSEEK_CODER = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN_AND_HANGUL, r"\p{N}"]
+YOUTU = [
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    O200K.replace(r"\p{N}{1,3}", r"\p{N}"),
+]
 PATTERNS = {
     name: [LLAMA3]
     for name in (
@@ -49,23 +69,18 @@ PATTERNS |= {
     "gpt-4o": [O200K],
     "minimax-m2": [O200K],
     "qwen35": [QWEN35],
-    "hunyuan-dense": DEEPSEEK3,
+    "deepseek-llm": DEEPSEEK,
+    "deepseek-coder": DEEPSEEK_CODER,
+    **dict.fromkeys(("deepseek-v3", "joyai-llm", "hunyuan-dense"), DEEPSEEK3),
+    "youtu": YOUTU,
     "exaone-moe": [EXAONE_MOE],
     "seed-coder": [QWEN2.replace(r"]+[\r\n]*|", "]+|")],
     "solar-open": [QWEN2],
 }
 NORMALIZED = {"qwen2", "qwen35", "deepseek-r1-qwen", "command-r"}  # to Unicode's composed form
 # A word that is a token is not merged.
-WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "lfm2", "pixtral"}
-BEGUN = {
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-    "tekken",
-    "lfm2",
-    "pixtral",
-}  # texts begin with bos if no key says otherwise
+WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "lfm2", "pixtral", "youtu"}
+BEGUN = WHOLE_WORDS - {"youtu"}  # texts begin with bos if no key says otherwise
 # Tokens that end an answer though the file may name only one of them as its end.
 END_TOKENS = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",

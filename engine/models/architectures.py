@@ -62,13 +62,14 @@ MODEL_TYPES = {  # for a config.json without `architectures`
 }
 # Types of checkpoints that came before transformers had the model, under which it has another one now.
 OTHER_TYPES = {("MiniMaxM2ForCausalLM", "minimax")}
+OTHER_NAMES = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}  # of published checkpoints, by those of transformers
 
 
 def architecture(source: Mapping[str, Any]) -> str:
     """Return the name of the model class. Raises ModelError if config.json has none."""
     names = source.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
-        return shown(names[0])
+        return OTHER_NAMES.get(names[0], shown(names[0]))
     model_type = source.get("model_type")
     if isinstance(model_type, str) and model_type:
         return MODEL_TYPES.get(model_type, shown(model_type))

@@ -142,6 +142,11 @@ class DecoderSpec:
         """Whether there are layers that keep states in place of keys and values."""
         return any(shape.mixer is not None for shape in self.shapes)
 
+    @property
+    def used_ropes(self) -> list[Rope]:
+        """The rotary embeddings that some layer has."""
+        return [rope for turn, rope in enumerate(self.ropes) if turn in self.turns]
+
     def rows(self, layer: int) -> tuple[int, int, int]:
         """Return the rows of a layer's projections of queries, keys and values, or of those before its mixer; 0: there
         is none."""
@@ -239,6 +244,15 @@ class DecoderSpec:
             yield *experts.linears(number), experts.inner
         if experts.shared:
             yield *experts.shared_linears, experts.shared
+
+    @property
+    def widest(self) -> int:
+        """The intermediate numbers of a token in the widest MLP, or in all of its experts."""
+        experts, sizes = self.experts, [0]
+        for index, shape in enumerate(self.shapes):
+            own = self.experts_of(index)
+            sizes += [shape.inner] if own is None or own.is_beside else []
+        return max(sizes if experts is None else [*sizes, experts.active * experts.inner, experts.shared])
 
     def layer_numbers(self, index: int) -> int:
         """Return the number of a layer's weights that `quantization` rounds."""

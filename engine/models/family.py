@@ -55,12 +55,14 @@ class ExpertKeys(NamedTuple):
     # Weights are sigmoids times routed_scaling_factor; experts are chosen by them plus a bias, from the topk_group best
     # of n_group groups. Otherwise weights are a softmax.
     has_sigmoids: bool = False
+    groups: tuple[int, int] = (1, 1)  # defaults of n_group and topk_group
     scale: float = 1.0  # default of routed_scaling_factor
     corrects: bool = False  # with a softmax: experts are chosen by it plus a bias
     # Names of gate, up and down of the experts of all tokens, which are one MLP: of as many experts as the key
     # shared_count says, or of the size that the key shared_inner says.
     shared: tuple[str, str, str] | None = None
     shared_count: str = "n_shared_experts"
+    num_shared: int = 1  # default of that key
     shared_inner: str = ""
     shared_gate: str = ""  # the name of a projection to one number, by whose sigmoid that MLP's output is multiplied
     first_dense: int | None = None  # default of the next key: layers that have an MLP instead; None: it is not read

@@ -1,6 +1,7 @@
 """Multi-head latent attention on a GPU: launches of kernels/gpu/latents.py and heads.py around those of attention.
 
-A layer takes six launches between the projections before and after it, and one more if queries have a low rank.
+A layer takes six launches between the projections before and after it, where other attention takes two, and one more if
+queries have a low rank.
 latent_layer.py computes the same in torch. It is used where these kernels cannot be, and it is the tests' oracle.
 """
 

@@ -7,7 +7,15 @@ from dataclasses import replace
 from .family import ExpertKeys, Family
 from .state_families import EXPERT_NAMES, SHARED_EXPERTS
 
-EXPERTS = ExpertKeys(EXPERT_NAMES, normalizes=True, has_sigmoids=True, shared=SHARED_EXPERTS, first_dense=3)
+EXPERTS = ExpertKeys(
+    EXPERT_NAMES,
+    normalizes=True,
+    has_sigmoids=True,
+    groups=(8, 4),
+    scale=2.5,
+    shared=SHARED_EXPERTS,
+    first_dense=3,
+)
 SIZES = (
     ("q_lora_rank", 1536),
     ("kv_lora_rank", 512),
@@ -39,7 +47,7 @@ LATENT_FAMILIES |= {
             ("routed_scaling_factor", 1.0),
         ),
         max_positions=2048,
-        experts=ExpertKeys(EXPERT_NAMES, is_normalized=False, shared=SHARED_EXPERTS, first_dense=1),
+        experts=ExpertKeys(EXPERT_NAMES, is_normalized=False, shared=SHARED_EXPERTS, num_shared=2, first_dense=0),
     ),
     "Glm4MoeLiteForCausalLM": replace(
         DEEPSEEK,
@@ -52,7 +60,7 @@ LATENT_FAMILIES |= {
         ),
         max_positions=202752,
         norm_eps=1e-5,
-        experts=EXPERTS._replace(first_dense=1),
+        experts=EXPERTS._replace(first_dense=1, groups=(1, 1), scale=1.8),
     ),
     "YoutuForCausalLM": replace(DEEPSEEK, max_positions=131072, tied=True, experts=None),
 }

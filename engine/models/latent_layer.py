@@ -100,7 +100,7 @@ class LatentAttention:
         """Return the weights of queries, [heads * rank, plain], and of values, [heads * value, rank]."""
         of_heads = self._of_heads[0].weight.unflatten(0, (self.shape.heads, -1))
         keys, values = of_heads.split([self.shape.plain, self.shape.value], 1)
-        return keys.transpose(1, 2).flatten(0, 1), values.flatten(0, 1)
+        return keys.transpose(1, 2).contiguous().flatten(0, 1), values.contiguous().flatten(0, 1)
 
 
 def _products(kernels: Kernels | None, weights: Tensor, in_file: InFile | None, *, heads: int) -> Products:

@@ -28,6 +28,8 @@ EXPERT_COUNTS = "num_experts", "n_routed_experts", "moe_num_experts"
 def unsupported(source: Mapping[str, Any], architecture: str, family: Family) -> str | None:
     """Return why the native decoder cannot run a model of a known family, or None if it can."""
     activation = activation_of(source, family)
+    if not isinstance(activation, str):
+        raise ModelError(f"config.json: the activation must be a name, not {shown(activation)}")
     if activation not in ACTIVATIONS and (activation != UNGATED or not family.has_sublayers):
         return f"the native implementation has no activation '{shown(activation)}'"
     bidirectional = source.get("use_bidirectional_attention")
@@ -335,7 +337,7 @@ def experts(source: Mapping[str, Any], family: Family, num_layers: int) -> Exper
             )
         only = [index for index, kind in enumerate(kinds) if kind == "dense"]
     step = whole(source, keys.step, 1)
-    last = source.get(keys.last, -1)
+    last = source.get(keys.last, -1) if keys.last else -1
     last = num_layers - 1 if last == -1 else count_of(source, keys.last, 0)
     is_normalized = keys.is_normalized
     if is_normalized is None:
@@ -359,7 +361,7 @@ def experts(source: Mapping[str, Any], family: Family, num_layers: int) -> Exper
         clamp=_clamp(source) if keys.clamp else None,
         is_beside=keys.is_beside,
         scale=_scale(source, family.scales.residual, 1.0),
-        sigmoids=_sigmoids(source, count, active, keys.scale) if keys.has_sigmoids else None,
+        sigmoids=_sigmoids(source, count, active, keys) if keys.has_sigmoids else None,
         corrects=keys.corrects,
         shared=_shared(source, keys, inner),
         shared_gate=keys.shared_gate,
@@ -374,7 +376,7 @@ def _shared(source: Mapping[str, Any], keys: ExpertKeys, inner: int) -> int:
         return 0
     if keys.shared_inner:
         return count_of(source, keys.shared_inner, 0, maximum=MAX_SIZE)
-    return inner * count_of(source, keys.shared_count, 1, maximum=MAX_SIZE // inner)
+    return inner * count_of(source, keys.shared_count, keys.num_shared, maximum=MAX_SIZE // inner)
 
 
 def _with_one(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -387,14 +389,14 @@ def _with_one(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return {**source, key: listed[0]}
 
 
-def _sigmoids(source: Mapping[str, Any], count: int, active: int, scale: float) -> Sigmoids:
-    groups = whole(source, "n_group", 1, maximum=count)
+def _sigmoids(source: Mapping[str, Any], count: int, active: int, keys: ExpertKeys) -> Sigmoids:
+    groups = whole(source, "n_group", keys.groups[0], maximum=count)
     if count % groups or (groups > 1 and count < 2 * groups):
         raise ModelError(f"config.json: {count} experts cannot be divided into {groups} groups of two or more")
-    kept = whole(source, "topk_group", 1, maximum=groups)
+    kept = whole(source, "topk_group", keys.groups[1], maximum=groups)
     if active > kept * (count // groups):
         raise ModelError(f"config.json: {kept} of {groups} groups have fewer than {active} experts")
-    return Sigmoids(groups, kept, _positive(source, "routed_scaling_factor", scale))
+    return Sigmoids(groups, kept, _positive(source, "routed_scaling_factor", keys.scale))
 
 
 def _clamp(source: Mapping[str, Any]) -> Clamp:

@@ -4,8 +4,8 @@ A layer takes nine launches, and a tenth if the step has prompts beside decodes.
 batch-invariant mode with any number, our kernels may compute products as well, with the gate and the residual: eight
 launches; of a single row with the norm, too: six. A layer of experts takes three more, and our kernels compute the
 experts' products for any number of rows. Norms of all heads together take two more, gates of attention one, latent
-attention four or five, and an input of the layer's own five. A mixer in place of attention takes two or three launches,
-and its small projections one.
+attention four, and a fifth if queries have a low rank, and an input of the layer's own five. A mixer in place of
+attention takes two or three launches, and its small projections one.
 decoder_layer.py computes the same in torch: it is used where these kernels cannot be, and it is the tests' oracle.
 """
 
@@ -83,6 +83,7 @@ class OnGPU:
         self._embedding, self._layers, self._rotaries, self._inputs = embedding, layers, rotaries, inputs
         self._choices = choices or {}
         self._decoder, self._activation = model.decoder, model.decoder.activation
+        self._turns = sorted({layer.turn for layer in layers if layer.turn >= 0})  # of rotary embeddings that are used
         self._of_heads = [
             head_norms(layer) if layer.latent is None else GPULatent(layer.latent, model.dtype) for layer in layers
         ]
@@ -101,7 +102,7 @@ class OnGPU:
 
     def run(self, forward: Forward) -> Tensor:
         longest, positions = cast(Plan, forward.plan).meta.max_seq, forward.positions
-        rotations = [rotation_of(rotary, self._decoder, positions, longest) for rotary in self._rotaries]
+        rotations = {turn: rotation_of(self._rotaries[turn], self._decoder, positions, longest) for turn in self._turns}
         x = self._embedding.rows(forward.ids)  # the residual stream, updated in place
         inputs = None if self._inputs is None else self._inputs(forward.ids, x)
         added, after, scale = None, None, None  # what is to be added to it, its norm, and the scale of the sum
@@ -119,7 +120,7 @@ class OnGPU:
                 else:
                     norm = layer.attention_norm
                     qkv = after_norm(layer.qkv, tiles.qkv, x, added, norm, activation=act, after=after, scale=scale)
-                seen = _attend(forward, layer, qkv, None if layer.turn < 0 else rotations[layer.turn], own)
+                seen = _attend(forward, layer, qkv, rotations.get(layer.turn), own)
             added, after = before_residual(layer.output, tiles.output, seen, x), layer.attention_after
             scale = layer.scale
             if experts is not None and layer.beside is None:

@@ -21,7 +21,7 @@ def main(source: Path, target: Path) -> None:
     with contextlib.suppress(ValueError, OSError):  # the limit is lower already, or the system is macOS
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     needed = [name for name in ("sentencepiece", "google.protobuf") if not _has(name)]
-    if needed and any(source.glob("*.model")):
+    if needed and any(path.name != "tiktoken.model" for path in source.glob("*.model")):
         sys.exit("a sentencepiece model needs two more packages: pip install sentencepiece protobuf")
     from transformers import AutoTokenizer
 

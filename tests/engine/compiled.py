@@ -130,6 +130,15 @@ MODELS = {
         "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
     },
+    "youtu": {
+        "architectures": ["YoutuForCausalLM"],
+        "model_type": "youtu",
+        "q_lora_rank": 40,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+    },
     "nemotron_h": {  # a layer without an MLP, and MLPs and experts without gates
         "architectures": ["NemotronHForCausalLM"],
         "model_type": "nemotron_h",
@@ -332,11 +341,12 @@ def test_the_kernels_of_quantized_weights_are_compiled_before_they_are_tried(com
     [
         ("qwen3_moe", ROUNDED[4]),
         ("glm4_moe", Form(8, is_float=True)),
+        ("youtu", ROUNDED[8]),
         ("nemotron_h", ROUNDED[4]),
         ("gpt_oss", Form(8, 32, has_zeros=True, scale=torch.float16)),
     ],
 )
-def test_the_kernels_of_quantized_experts_are_compiled_before_they_are_launched(name, form, is_uniform, compiled):
+def test_the_kernels_of_quantized_models_are_compiled_before_they_are_launched(name, form, is_uniform, compiled):
     for kernel in triton_kernels():
         kernel.device_caches.clear()
     spec, config = spec_of(name, batch_invariant=is_uniform)

@@ -95,6 +95,9 @@ LAYERS = {
     "Phi-3": layer(32, 32, 96),
     "Gemma 4": layer(16, 2, 512),
     "wide": layer(16, 1, 512),
+    "wide, 20 heads": layer(20, 1, 512),
+    "wide, 32 heads": layer(32, 1, 512),
+    "DeepSeek V2 Lite": AttentionLayer(16, 1, 576, 512, scale=1.0),
     "GLM 4.7 Flash": AttentionLayer(20, 1, 576, 512, scale=1.0),
     "DeepSeek V3": AttentionLayer(128, 1, 576, 512, scale=1.0),
 }
@@ -175,7 +178,8 @@ def attend(
     is_decode = "decode" in kind
     queries = 1 if is_decode else queries_of(layer, dtype, uniform=uniform, is_large=is_large)
     tokens = 1 if kind.endswith("of few") else FEW_ROWS + 1
-    shape = attend_shape(layer, dtype, queries, tokens, uniform=uniform, is_scaled=is_scaled, is_large=is_large)
+    traits = {"uniform": uniform, "is_scaled": is_scaled, "is_large": is_large}
+    shape = attend_shape(layer, dtype, queries, tokens, is_chunk=not is_decode, **traits)
     types = {
         "q_ptr": dtype, "cache_ptr": cache, "scales_ptr": torch.float32 if cache in LARGEST else cache,
         "out_ptr": dtype,

@@ -419,7 +419,7 @@ def test_latent_attention_is_proved_too(architecture, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3-groups"])
 def test_layers_with_experts_are_proved_too(tmp_path, name, monkeypatch):
     model = model_of(name, tmp_path)
     assert (model.product.invariant, model.product.note) == (True, "")

@@ -15,14 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction
 
-from engine import EngineConfig
+from engine import EngineConfig, memory
 from engine.attention import AttentionMeta, KVCache
 from engine.attention.layer import LARGEST
 from engine.attention.paged_gpu import MAX_ERROR, HeadNorms, PagedGPU, Rotation
 from engine.kernels.gpu import attention as attention_kernels
 from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import storing as storing_kernels
+from engine.kernels.launching import gpu_kernels
 from engine.models import Forward, gpu_products, on_gpu
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
@@ -381,8 +383,8 @@ def test_steps_equal_those_in_torch(tmp_path, name):
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h-experts"])
-def test_steps_without_gates_equal_those_in_torch_with_quantized_weights(tmp_path, name, quantization):
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h-experts", "youtu", "deepseek_v2"])
+def test_steps_equal_those_in_torch_with_quantized_weights(tmp_path, name, quantization):
     folder = make(name, tmp_path)
     config = EngineConfig(model=str(folder), cpu_isa="torch", dtype="float32", quantization=quantization)
     model = load_model(config, folder)
@@ -462,6 +464,32 @@ def test_a_layer_takes_one_device_call_for_each_kernel_and_product(tmp_path, mon
         layers = [*layer[:at], *["attend"] * launches, *layer[at + 1 :]] * len(model.layers)
         rows_of_the_embedding = ["embedding", "mul"] if name == "gemma2" else ["embedding"]
         assert calls.names == [*rows_of_the_embedding, *layers, *filter(None, [last])]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "youtu", "deepseek_v2", "deepseek_v3-groups", "glm4_moe", "qwen3", "qwen2_moe", "gemma2", "nemotron_h",
+        "nemotron_h-experts",
+    ],
+)  # fmt: skip
+def test_a_step_takes_no_more_launches_than_the_plan_counts(tmp_path, monkeypatch, name):
+    model, calls = model_of(name, tmp_path), Calls()
+    names = "attention", "experts", "heads", "latents", "layers", "mamba2", "skinny", "storing"
+    for module in map(gpu_kernels, names):
+        for kernel, value in list(vars(module).items()):
+            is_called = kernel.startswith("_") or getattr(value, "__module__", "") != module.__name__  # by kernels
+            if isinstance(value, InterpretedFunction) and not is_called:
+                monkeypatch.setattr(module, kernel, calls.kernel(value))
+    forward = step(model, MIXED, cache_of(model), on_gpu.first_states(model.spec, model.layers, count=2))
+    with torch.no_grad():
+        model.executors[0].run(forward)  # makes the step's plan and the workspace
+        calls.names.clear()
+        with calls:
+            model.executors[0].run(forward)
+    config = EngineConfig(model="m", device="cuda", max_len=1024, max_seqs=256, max_batched_tokens=2048)
+    counted = memory.graph_reserve(model.spec, config, PagedGPU).step_graph - memory.GRAPH_BYTES
+    assert 0 < len(calls.names) <= counted // memory.LAUNCH_BYTES
 
 
 def test_kernels_that_fail_or_err_are_replaced_by_torch(tmp_path, monkeypatch):

@@ -400,6 +400,21 @@ def test_texts_are_split_as_by_gpt_4o():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("deepseek-llm", ["Call", " me", " ", "12345", ",", "中文", "\n", "w", "ö", "rld", " կ"]),
+        ("deepseek-coder", ["Call", " me", " ", "1", "2", "3", "4", "5", ",", "中文", "\n", "wörld", " կ"]),
+        ("deepseek-v3", ["Call", " me", " ", "123", "45", ",", "中文", "\n", "wörld", " կ"]),
+        ("youtu", ["Call", " me", " ", "1", "2", "3", "4", "5", ",", "中文", "\n", "wörld", " կ"]),
+    ],
+)
+def test_text_is_split_as_in_llama_cpp_for_models_of_deepseek(name, words):
+    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(each), "isolated") for each in PATTERNS[name]]
+    split = tokenizers.pre_tokenizers.Sequence(splits)
+    assert [word for word, _ in split.pre_tokenize_str("Call me 12345,中文\nwörld կ")] == words
+
+
 def test_texts_are_split_as_by_hunyuan():
     splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(each), "isolated") for each in PATTERNS["hunyuan-dense"]]
     pieces = tokenizers.pre_tokenizers.Sequence(splits).pre_tokenize_str("It's 12345\u4f60\u597dab.cd!\n x")

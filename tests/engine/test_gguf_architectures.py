@@ -359,7 +359,7 @@ def of_nemotron_h(model: Any) -> dict[str, Any]:
     found = {
         "feed_forward_length": [sizes.get(kind, 0) for kind in kinds],
         "head_count_kv": [model.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds],
-        "layer_norm_eps": model.layer_norm_epsilon,
+        "layer_norm_rms_eps": model.layer_norm_epsilon,
         "ssm_conv_kernel": model.conv_kernel,
         "ssm_state_size": model.ssm_state_size,
         "ssm_group_count": model.n_groups,
@@ -719,7 +719,7 @@ def test_the_table_of_the_layers_own_inputs_stays_in_its_blocks(tmp_path, monkey
         ("nemotron_h", {"feed_forward_length": [0, 9, 0, 0, 8, 0, 8, 0, 0, 8]}, "feed_forward_length differs among"),
         ("nemotron_h", {"ssm_time_step_rank": 5}, "ssm.inner_size of 144 is not that of 5 heads"),
         ("nemotron_h", {"ssm_group_count": None}, "has no nemotron_h.ssm.group_count"),
-        ("nemotron_h", {"layer_norm_eps": None}, "has no nemotron_h.attention.layer_norm_epsilon"),
+        ("nemotron_h", {"layer_norm_rms_eps": None}, "has no nemotron_h.attention.layer_norm_rms_epsilon"),
         ("nemotron_h-experts", {"expert_used_count": None}, "has no nemotron_h_moe.expert_used_count"),
         ("nemotron_h-experts", {"expert_gating_func": gguf.ExpertGatingFuncType.SOFTMAX}, "func must be 2, not 1"),
         ("nemotron_h-experts", {"moe_latent_size": 16}, "moe_latent_size of 16 is not supported"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
+from transformers import AutoConfig
 
 from engine import EngineConfig, ModelError
 from engine.gguf.checkpoint import GgufCheckpoint
@@ -86,6 +87,24 @@ def test_yarn_scales_scores_as_it_does_those_of_deepseek_v2():
 def test_sizes_that_no_model_has_and_what_only_transformers_computes_get_a_sentence(kind, changes, says):
     with pytest.raises(ModelError, match=says):
         spec_of(kind, **changes)
+
+
+def test_keys_that_config_json_leaves_out_are_those_of_transformers():
+    for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+        theirs = AutoConfig.for_model(kind)
+        source = {**BASE, "num_hidden_layers": 5, "architectures": [MODEL_TYPES[kind]]}
+        source |= {"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+        spec = read_spec(source, EngineConfig(model=""), native_only=True)
+        assert spec is not None and spec.decoder is not None and spec.decoder.experts is not None
+        latent, experts = spec.decoder.shapes[0].latent, spec.decoder.experts
+        assert (latent.query_rank, latent.rank, latent.plain, latent.rotated, latent.value) == (
+            theirs.q_lora_rank, theirs.kv_lora_rank, theirs.qk_nope_head_dim, theirs.qk_rope_head_dim, theirs.v_head_dim
+        )  # fmt: skip
+        assert experts.shared == 32 * theirs.n_shared_experts
+        first = theirs.mlp_layer_types.count("dense") if kind == "glm4_moe_lite" else theirs.first_k_dense_replace
+        assert experts.dense == frozenset(range(first))
+        if experts.sigmoids is not None:
+            assert tuple(experts.sigmoids) == (theirs.n_group, theirs.topk_group, theirs.routed_scaling_factor)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "youtu"])

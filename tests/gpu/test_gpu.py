@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from engine import EngineConfig
-from engine.attention.paged_gpu import FP8_CAPABILITY
+from engine.attention import AttentionLayer, AttentionMeta
+from engine.attention.paged_gpu import FP8_CAPABILITY, MAX_ERROR, PagedGPU
+from engine.attention.reference import Reference
 from engine.build import build
 from engine.graph_sizes import sizes
 from engine.models import gpu_delta, gpu_mamba2, gpu_short_conv
@@ -71,6 +73,47 @@ def test_our_kernels_compute_native_models(name, dtype, kv_dtype, tmp_path: path
     while runner.graphs.capture_next():
         pass
     assert runner.graphs.num_captured == len(sizes(256, 1024).all) and not runner.graphs_note
+
+
+# Of attention to latents and of heads of 512 numbers, many of which share a KV head
+SHARED_HEADS = {
+    "GLM 4.7 Flash": AttentionLayer(20, 1, 576, 512, scale=576**-0.5),
+    "DeepSeek V3": AttentionLayer(128, 1, 576, 512, scale=576**-0.5),
+    "20 heads of 512": AttentionLayer(20, 1, 512, 512, scale=512**-0.5),
+}
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("held", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(SHARED_HEADS))
+def test_our_attention_computes_many_large_heads_of_a_kv_head(name, dtype, held, invariant):
+    """Chunks beside decodes, with contexts of several parts, as the reference does in float32."""
+    if held == "fp8" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("this GPU does not convert fp8")
+    device, layer, block = torch.device("cuda"), SHARED_HEADS[name], 16
+    cached = {"auto": dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[held]
+    draw = torch.Generator().manual_seed(0)
+    blocks = torch.randperm(3 * 50, generator=draw).tolist()
+    ours, reference = PagedGPU(invariant=invariant), Reference()
+    caches = [
+        backend.allocate(layer, 3 * 50, block, held_as, device)
+        for backend, held_as in ((ours, cached), (reference, torch.float32 if held == "auto" else cached))
+    ]
+    done = [0, 0, 0]
+    for counts in ([300, 40, 700], [70, 1, 1], [1, 1, 1]):
+        rows = [
+            (blocks[50 * number : 50 * number + 50], first, count)
+            for number, (first, count) in enumerate(zip(done, counts, strict=True))
+        ]
+        tokens, (heads, kv_heads) = sum(counts), (layer.num_heads, layer.num_kv_heads)
+        sizes = (heads, layer.head_dim), (kv_heads, layer.head_dim), (kv_heads, layer.v_head_dim)
+        q, k, v = (torch.randn(tokens, *size, generator=draw).to(device, dtype) for size in sizes)
+        meta = AttentionMeta.of(rows, block, device)
+        found = ours.attend(caches[0], q, k, v, ours.plan(meta))
+        want = reference.attend(caches[1], q.float(), k.float(), v.float(), reference.plan(meta))
+        assert float((found.double() - want.double()).norm() / want.double().norm()) < MAX_ERROR[dtype]
+        done = [first + count for first, count in zip(done, counts, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

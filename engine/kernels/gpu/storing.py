@@ -147,6 +147,7 @@ def rotate_store(
     The numbers of a head keep their order, also in the cache. decoder_layer.py separates alternating ones, which gives
     the same scores; no cache has keys of both.
     """
+    tl.static_assert(not (TURN_FIRST and PERIOD), "queries are scaled before they are normalized")
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = DIM // 2
