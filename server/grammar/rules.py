@@ -80,7 +80,15 @@ class Lark:
         opens, closes = BLOCKS[self.formats.reasoning]
         self.rules["GAP"] = "/\\n{1,2}/"
         inner = f"{self.thought(closes)} GAP?"
-        return inner if self.opened else f"({self.delimiter(opens)} {inner})?"
+        return inner if self.opened else f"({self.lead()} {self.delimiter(opens)} {inner})?"
+
+    def lead(self) -> str:
+        """Return a rule for the line end before the reasoning or the calls, which GLM writes and others have in the
+        prompt."""
+        if self.formats.tools != "glm45" or self.opened:
+            return ""
+        self.rules["LEAD"] = "/\\n/"
+        return "LEAD?"
 
     def content(self) -> str:
         """Return a rule for a completion without calls."""

@@ -108,7 +108,7 @@ def _delimited(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel:
     more = f"({syntax.between} {syntax.call})*" if parallel else ""
     calls = f"{syntax.opens} {syntax.call} {more} {syntax.closes}"
     if not is_free:
-        return f"{lark.reasoning()} {lark.delimiter(syntax.first)} {calls}"
+        return f"{lark.reasoning()} {lark.lead()} {lark.delimiter(syntax.first)} {calls}"
     before = lark.delimiter(syntax.first) if lark.has_content else lark.until(syntax.first)
     return f"{lark.reasoning()} ({before} {calls} | {lark.content()})"
 

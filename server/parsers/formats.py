@@ -108,11 +108,12 @@ def _tools(template: str) -> str | None:
         return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<function=" in template and "<parameter=" in template:
         return "qwen3_coder"
-    if "<arg_key>" in template and "<arg_value>" in template:
+    is_unknown = "<tool_sep>" in template  # Hunyuan 3 writes names and arguments as GLM does, with this between them
+    if "<arg_key>" in template and "<arg_value>" in template and not is_unknown:
         return "glm45"
     if "<minimax:tool_call>" in template and "<invoke name=" in template:
         return "minimax_m2"
-    if "<tool_call>" in template:
+    if "<tool_call>" in template and not is_unknown:
         return "hermes"
     if not re.search(r"\btools\b", template):
         return None

@@ -21,3 +21,6 @@ class MiniMax(Coder):
     function, end_function = FUNCTION, END_FUNCTION
     parameter_tag, end_tag = PARAMETER, END_TAG
     ends = VALUE_ENDS
+
+    def named(self, tag: str) -> str:
+        return super().named(tag).partition('"')[0]  # models add a type after it

@@ -67,7 +67,7 @@ class Coder(Tagged):
             tag, char = yield from self._tag(begun, char)
             if tag.startswith(self.parameter_tag):
                 self.forget()
-                name = tag[len(self.parameter_tag) :].removesuffix(self.end_tag)
+                name = self.named(tag)
                 end, char = yield from self.parameter(schema, name, names, char, emit)
                 begun = end[1:] if end.startswith("\n") else ""
                 continue
@@ -77,6 +77,10 @@ class Coder(Tagged):
                 self.forget()
                 self._close(self.end_function)
             return char
+
+    def named(self, tag: str) -> str:
+        """Return the parameter's name of a tag."""
+        return tag[len(self.parameter_tag) :].removesuffix(self.end_tag)
 
     def _tag(self, begun: str, char: str) -> Script[tuple[str, str]]:
         """Read one of the two tags that may follow, or nothing. `begun`: the part that has been read."""

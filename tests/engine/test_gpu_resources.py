@@ -55,7 +55,9 @@ CASES = [
     (80, "^(?!uniform).*Gemma 4 bf16 i8", ATTENTION - {"uniform"}),
     (90, "^(chunk|store|rotate).*window fp32 fp32", {"chunk", "store", "rotate"}),
     (90, "^(chunk|decode|uniform|store) GLM 4.7 Flash (bf16 (bf16|i8)|fp32)", {"chunk", "decode", "uniform", "store"}),
-    (90, "^(chunk|decode) DeepSeek V3 bf16 bf16", {"chunk", "decode"}),
+    (90, "^(chunk|decode) DeepSeek (V3 bf16 (bf16|i8|fp8)|V2 Lite bf16 bf16)", {"chunk", "decode"}),
+    (90, "^chunk wide, (20|32) heads bf16 (bf16|i8)", {"chunk"}),
+    (80, "^chunk wide, 32 heads bf16 i8", {"chunk"}),
     (80, "^(chunk|decode|uniform) GLM 4.7 Flash (bf16 bf16|fp16 i8)", {"chunk", "decode", "uniform"}),
     (90, " of (GLM 4.7 Flash bf16|latents of odd sizes fp32)", {"heads", "normalize", "turn"}),
     (80, " of DeepSeek V3 fp16", {"heads", "normalize", "turn"}),
@@ -108,7 +110,7 @@ def test_compiled_kernels_spill_no_registers(arch, only, kernels):
         chosen = each["kernel"].startswith("few")
         assert each["shared"] <= (227 if arch == 90 else 163 if chosen else 99) * 1024, each
     chunks = [each for each in found if each["kernel"].startswith("chunk") and "bf16" in each["kernel"]]
-    shared = re.compile("GLM 4.7|DeepSeek")  # whose tiles have 32 rows, fewer than the units of a Hopper multiply
+    shared = re.compile("GLM 4.7|DeepSeek|wide, ")  # whose tiles have 32 rows, fewer than the units of a Hopper multiply
     assert all(each["wgmma" if arch == 90 and not shared.search(each["kernel"]) else "mma"] for each in chunks), (
         "prompts do not use the matrix units"
     )

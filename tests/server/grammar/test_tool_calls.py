@@ -483,6 +483,20 @@ def test_tags_carry_any_parameters(small, tools):
     assert len(counts) >= 8 and min(counts) >= 1
 
 
+@pytest.mark.parametrize("required", [True, False])
+def test_glm_may_write_a_line_end_before_its_reasoning_and_before_its_calls(tmp_path, required):
+    formats = Formats("glm45", "think")
+    library = tokenizers.Tokenizer.from_file(str(builtin.path() / "tokenizer.json"))
+    library.add_tokens(sorted(delimiters(formats)))
+    library.save(str(tmp_path / "tokenizer.json"))
+    sampler = Sampler(tmp_path / "tokenizer.json")
+    options = {"required": required, "parallel": True, "opened": False, "special": sampler.special}
+    made, call = call_grammar(formats, TOOLS, **options), call_of("glm45", {}, "find")
+    for before in ("", "\n", "<think>hm</think>\n", "\n<think>hm</think>\n", "\n<think></think>\n"):
+        assert sampler.allows(made.text, before + call), before
+    assert sampler.allows(made.text, "\n<think>hm</think>\nThe sea.") != required
+
+
 def test_closing_tag_that_is_a_token_is_not_spelled_inside_a_glm_value(tmp_path):
     library = tokenizers.Tokenizer.from_file(str(builtin.path() / "tokenizer.json"))
     library.add_tokens(sorted(delimiters(Formats("glm45"))))

@@ -94,6 +94,8 @@ KIMI = "{% for m in messages %}◁think▷{{ m.reasoning_content }}◁/think▷{
         (NEMOTRON3, Formats("qwen3_coder", "think")),
         (GLM, Formats("glm45", "think")),
         (GLM_NEW.removesuffix("<think>") + "</think>", Formats("glm45", "think")),
+        # Hunyuan 3 writes names and arguments in another way than GLM.
+        (GLM.replace("\n<arg_key>", "<tool_sep>\n<arg_key>"), Formats("json", "think")),
         (LLAMA3, Formats("llama3_json", None)),
         (LLAMA3_TEXT, Formats(None, None)),
         (MISTRAL, Formats("mistral", None)),

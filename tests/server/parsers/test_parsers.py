@@ -576,6 +576,7 @@ GLM_CALL = "<tool_call>find_ship\n<arg_key>masts</arg_key>\n<arg_value>3</arg_va
             "",
             [("find_ship", {"name": '\n </invoke> <parameter name="x">\n'})],
         ),
+        ("minimax_m2", MINIMAX_CALL.replace('masts"', 'masts" type="integer"'), "", ONE),
         ("minimax_m2", '<minimax:tool_call>\n<invoke name="find_ship"', None, []),
         ("minimax_m2", '<invoke name="find_ship" id="1">', None, []),
         ("minimax_m2", "<minimax:tool_call>find_ship</minimax:tool_call>", None, []),
