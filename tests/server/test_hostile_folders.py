@@ -162,7 +162,7 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
     ),
     "a long name": (config(architectures=["x\n" * 10**6]), "x x x"),
     "names of another type": (config(architectures=[{}], model_type=[]), "names no architecture"),
-    "an activation of another type": (config(hidden_act=["silu"]), "cannot be used"),
+    "an activation of another type": (config(hidden_act=["silu"]), "the activation must be a name"),
     "gpt2, layers": (gpt2(n_layer=10**9), "n_layer must be at most"),
     "gpt2, more layers than the checkpoint": (gpt2(n_layer=4000), "far more, or far larger, layers"),
     "gpt2, vocabulary": (gpt2(vocab_size=10**9), "far more, or far larger, layers"),
