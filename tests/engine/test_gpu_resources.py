@@ -110,7 +110,8 @@ def test_compiled_kernels_spill_no_registers(arch, only, kernels):
         chosen = each["kernel"].startswith("few")
         assert each["shared"] <= (227 if arch == 90 else 163 if chosen else 99) * 1024, each
     chunks = [each for each in found if each["kernel"].startswith("chunk") and "bf16" in each["kernel"]]
-    shared = re.compile("GLM 4.7|DeepSeek|wide, ")  # whose tiles have 32 rows, fewer than the units of a Hopper multiply
+    # Their tiles have 32 rows, fewer than the units of a Hopper multiply.
+    shared = re.compile("GLM 4.7|DeepSeek|wide, ")
     assert all(each["wgmma" if arch == 90 and not shared.search(each["kernel"]) else "mma"] for each in chunks), (
         "prompts do not use the matrix units"
     )
