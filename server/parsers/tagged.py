@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -20,14 +21,14 @@ MAX_LITERAL = 1 << 14  # characters of a list or dict of Python's, each of which
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
-class Tagged(Scanner):
+class Tagged(Scanner, ABC):
     """Reads the values of parameters. A format defines the ends of a value, and how arguments are written."""
 
     on_lines = False  # whether values have lines of their own: the line ends around them are syntax
 
+    @abstractmethod
     def value_ends(self, types: frozenset[str]) -> tuple[str, ...]:
         """Return what may end a value: its closing tag, and what follows if the model forgets that."""
-        raise NotImplementedError
 
     def end_of_value(self, types: frozenset[str], char: str, into: Trimmer) -> Script[tuple[str, str]]:
         """Read a value up to what may end it; return this end and the next character."""
