@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from ..parsers.formats import BLOCKS, FIRST_TOKENS, Formats
+from ..parsers.formats import BLOCKS, FIRST_TOKENS, Formats, answer
 from ..parsers.parts import Schema
 
 # As the engine writes JSON: without free white space, which a model could repeat forever.
@@ -74,13 +74,20 @@ class Lark:
         return f"thought {self.delimiter(closes)}"
 
     def reasoning(self) -> str:
-        """Return a rule for the reasoning that may precede the content or the calls."""
-        if self.formats.reasoning is None or (self._budget == 0 and not self.opened):
+        """Return a rule for the reasoning that may precede the content or the calls, and the beginning of these."""
+        if self.formats.reasoning is None:
             return ""
-        opens, closes = BLOCKS[self.formats.reasoning]
         self.rules["GAP"] = "/\\n{1,2}/"
+        begin = "".join(f"({self.delimiter(text)} GAP?)?" for text in answer(self.formats).opens[:1])
+        if self._budget == 0 and not self.opened:
+            return begin
+        opens, closes = BLOCKS[self.formats.reasoning]
         inner = f"{self.thought(closes)} GAP?"
-        return inner if self.opened else f"({self.lead()} {self.delimiter(opens)} {inner})?"
+        return f"{inner if self.opened else f'({self.lead()} {self.delimiter(opens)} {inner})?'} {begin}"
+
+    def ending(self) -> str:
+        """Return a rule for what may follow the content or the calls."""
+        return "".join(f" (GAP? {self.delimiter(text)})?" for text in answer(self.formats).closes)
 
     def lead(self) -> str:
         """Return a rule for the line end before the reasoning or the calls, which GLM writes and others have in the

@@ -14,11 +14,12 @@ from .rules import Lark, quoted
 from .schemas import walk
 
 LINE = "\n"
+SPACE = r"[ \t\r\n]*"
 ANY_NAME = r"""/[^<>"\r\n]{1,64}/"""  # the name of a parameter that no schema lists
 MAX_NAME = 200  # characters: the parsers read no endless tags
-# The value of a parameter that no schema lists: what begins like JSON has no open quotes at its end, since the parser
-# takes a tag inside them for text.
-ANY_VALUE = r"""/(?s:[^\[{"].*|([\[{]|"([^"\\]|\\.)*")([^"]|"([^"\\]|\\.)*")*)?/"""
+# The value of a parameter that no schema lists: what begins like JSON has no open quotes at its end and no line ends
+# inside them, since the parser takes a tag inside quotes for text unless a line end is next to it.
+ANY_VALUE = r"""/(?s:[^\[{"].*|([\[{]|"([^"\\\n]|\\[^\n])*")([^"]|"([^"\\\n]|\\[^\n])*")*)?/"""
 # Keywords of an object whose properties can be written one by one.
 ONE_BY_ONE = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
 DEFINITIONS = "#/$defs/", "#/definitions/"
@@ -39,16 +40,21 @@ class Tags(NamedTuple):
     excluded: str  # characters that no name may contain
 
 
-def coder() -> Tags:
-    """Return how Qwen3-Coder and Qwen3.5 write a parameter."""
+def coder(calls: tuple[str, ...], line: str) -> Tags:
+    """Return how Qwen3-Coder, Qwen3.5 and Seed-OSS write a parameter.
+
+    `calls`: the delimiters around a call. `line`: the line end before and after a value, if any.
+    """
+    opens, after, function = qwen_coder.PARAMETER, f">{line}", qwen_coder.END_FUNCTION
+    follows = _either(*calls, qwen_coder.FUNCTION)
     return Tags(
-        opens=lambda name: quoted(f"{qwen_coder.PARAMETER}{name}>{LINE}"),
-        opens_any=f"{quoted(qwen_coder.PARAMETER)} NAME {quoted(f'>{LINE}')}",
-        line=LINE,
+        opens=lambda name: quoted(f"{opens}{name}{after}"),
+        opens_any=f"{quoted(opens)} NAME {quoted(after)}",
+        line=line,
         closes=qwen_coder.END_PARAMETER,
         after=quoted(LINE),
-        ends=qwen_coder.VALUE_ENDS,
-        text=r"/(?s:.*)/ & ~/(?s:.*\n(<parameter=|<\/function>).*)/",
+        ends=(qwen_coder.END_PARAMETER, f"{LINE}{opens}", f"{LINE}{function}"),
+        text=_text_without(rf"\n({_either(opens)}|{_either(function)}{SPACE}({follows}))"),
         excluded=">\n",
     )
 
@@ -65,8 +71,8 @@ def glm45(lark: Lark) -> Tags:
         line="",
         closes=glm.END_VALUE,
         after="LINE?",
-        ends=(glm.END_VALUE, f"{LINE}{glm.KEY}"),
-        text=rf"/(?s:.*)/ & ~/(?s:.*({spelled}\n<arg_key>).*)/",
+        ends=(glm.END_VALUE, f"{LINE}{glm.KEY}", glm.CLOSES),
+        text=_text_without(rf"{spelled}\n<arg_key>|{_either(glm.CLOSES)}{SPACE}{glm.OPENS}"),
         excluded="<\n",
     )
 
@@ -79,10 +85,23 @@ def minimax_m2() -> Tags:
         line="",
         closes=qwen_coder.END_PARAMETER,
         after=quoted(LINE),
-        ends=minimax.VALUE_ENDS,
-        text=r"/(?s:.*)/ & ~/(?s:.*\n(<parameter name=\"|<\/invoke>).*)/",
+        ends=(qwen_coder.END_PARAMETER, f"{LINE}{minimax.PARAMETER}", f"{LINE}{minimax.END_FUNCTION}"),
+        text=_text_without(
+            rf"\n({minimax.PARAMETER}|{_either(minimax.END_FUNCTION)}{SPACE}"
+            rf"({_either(minimax.OPENS, minimax.CLOSES, minimax.FUNCTION)}))"
+        ),
         excluded='">\n',
     )
+
+
+def _text_without(pattern: str) -> str:
+    """Return a terminal for any text in which this regular expression matches nothing."""
+    return f"/(?s:.*)/ & ~/(?s:.*({pattern}).*)/"
+
+
+def _either(*texts: str) -> str:
+    """Return a regular expression for these texts, which have no characters with a meaning but slashes."""
+    return "|".join(texts).replace("/", r"\/")
 
 
 def parameters(lark: Lark, tags: Tags, schema: Schema) -> str:

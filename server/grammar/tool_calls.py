@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..parsers import minimax
-from ..parsers.formats import CALL_DELIMITERS, DEEPSEEK, Formats
+from ..parsers.formats import CALL_DELIMITERS, DEEPSEEK, HUNYUAN, Formats
 from ..parsers.gemma import PREFIX
 from ..parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from ..parsers.parts import Schema
@@ -68,7 +68,7 @@ def call_grammar(
 def _forced(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> Forced:
     """Write a grammar; raises Inexpressible if its format cannot carry the arguments, valid by construction."""
     writer = WRITERS[lark.formats.tools or "json"] if tools or lark.formats.tools == "gpt_oss" else _no_calls
-    lark.rules["start"] = writer(lark, tools, is_free, parallel)
+    lark.rules["start"] = writer(lark, tools, is_free, parallel) + lark.ending()
     return Forced("lark", lark.text, lark.formats)
 
 
@@ -195,11 +195,27 @@ def _gemma(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
     return Syntax(opens, "", f"{lark.one_of(calls)} {lark.delimiter(closes)}", lark.delimiter(opens), "")
 
 
+def _list(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
+    delimiters = CALL_DELIMITERS[lark.formats.tools or ""]
+    return Syntax(delimiters[0], '"["', _object(lark, tools), '", "', f'"]" {lark.delimiter(delimiters[-1])}')
+
+
+def _hunyuan(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
+    first, opens, closes, last = HUNYUAN
+    calls = [
+        f'{quoted(f"{name}{LINE}```json{LINE}")} {lark.schema(arguments(schema))} "\\n```"'
+        for name, schema in tools.items()
+    ]
+    call = f"{lark.delimiter(opens)} {lark.one_of(calls)} {lark.delimiter(closes)}"
+    return Syntax(first, "", call, quoted(LINE), lark.delimiter(last))
+
+
 def _coder(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
-    opens, closes = CALL_DELIMITERS["qwen3_coder"]
+    opens, closes = CALL_DELIMITERS[lark.formats.tools or ""]
+    tags = tagged.coder((opens, closes), LINE if lark.formats.tools == "qwen3_coder" else "")
     calls = []
     for name, schema in tools.items():
-        written = tagged.parameters(lark, tagged.coder(), arguments(schema))
+        written = tagged.parameters(lark, tags, arguments(schema))
         calls.append(f"{quoted(f'{FUNCTION}{name}>{LINE}')} {written} {quoted(END_FUNCTION + LINE)}")
     call = f"{quoted(LINE)} {lark.one_of(calls)} {lark.delimiter(closes)}"
     return Syntax(opens, "", call, f"{quoted(LINE)} {lark.delimiter(opens)}", "")
@@ -227,8 +243,12 @@ SYNTAXES: dict[str, Callable[[Lark, Mapping[str, Schema]], Syntax]] = {
     "mistral": _mistral,
     "mistral_v11": _mistral_v11,
     "qwen3_coder": _coder,
+    "seed_oss": _coder,
     "glm45": _glm,
     "minimax_m2": _minimax,
+    "nemotron_json": _list,
+    "hunyuan": _hunyuan,
+    "hunyuan_a13b": _list,
     "deepseek_v3": _deepseek,
     "deepseek_v31": _deepseek,
     "gemma4": _gemma,

@@ -6,7 +6,6 @@ from .formats import DEEPSEEK
 from .scanner import Scanner, Script
 
 CALLS, CALL, BETWEEN, END_CALL, END_CALLS = DEEPSEEK
-FENCE = "```"
 
 
 class DeepSeek(Scanner):
@@ -30,15 +29,4 @@ class DeepSeek(Scanner):
         if char == "{":
             return (yield from self.arguments(name, char))
         name, char = yield from self.name(char)
-        char = yield from self.white(char)
-        found, char = yield from self.literal(f"{FENCE}json", char)
-        char = yield from self.white(char)
-        before = self.num_calls
-        char = yield from self.arguments(name, char)
-        if found and self.num_calls > before:
-            self.record("", char)
-            char = yield from self.white(char)
-            found, char = yield from self.literal(FENCE, char)
-            if found:
-                self.record("", char)
-        return char
+        return (yield from self.fenced(name, char))

@@ -22,6 +22,13 @@ class Block(NamedTuple):
     closes: str
 
 
+class Answer(NamedTuple):
+    """The delimiters around the content after reasoning, which the model may omit."""
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+
+
 # The delimiters around the reasoning at the beginning of a completion.
 BLOCKS = {
     "think": Block("<think>", "</think>"),
@@ -31,7 +38,16 @@ BLOCKS = {
     "kimi": Block("◁think▷", "◁/think▷"),
     "gpt_oss": Block("<|channel|>analysis<|message|>", "<|end|>"),
     "gemma4": Block("<|channel>thought", "<channel|>"),
+    "hunyuan_a13b": Block("<think>", "</think>"),
+    "ernie45": Block("<think>", "</think>"),
 }
+# The delimiters around the content, by format of reasoning. With tools Hunyuan's content may begin with "Assistant:".
+ANSWERS = {
+    "hunyuan_a13b": Answer(("<answer>", "助手："), ("</answer>",)),
+    "ernie45": Answer(("<response>",), ("</response>",)),
+}
+NO_ANSWER = Answer((), ())
+HUNYUAN_TOKENS = ("hy_Assistant", "<|extra_0|>")  # between the turns of a conversation
 # Opening delimiters that are a token and text after it.
 FIRST_TOKENS = {"<|channel>thought": "<|channel>"}
 DEEPSEEK = (
@@ -41,6 +57,7 @@ DEEPSEEK = (
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
 )
+HUNYUAN = ("<tool_calls>", "<tool_call>", "</tool_call>", "</tool_calls>")
 # The delimiters in the text of a call.
 CALL_DELIMITERS: dict[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
@@ -49,7 +66,11 @@ CALL_DELIMITERS: dict[str, tuple[str, ...]] = {
     "mistral_v11": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
     "glm45": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "seed_oss": ("<seed:tool_call>", "</seed:tool_call>"),
     "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
+    "nemotron_json": ("<TOOLCALL>", "</TOOLCALL>"),
+    "hunyuan": HUNYUAN,
+    "hunyuan_a13b": HUNYUAN,  # the calls are a list
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK,  # the same delimiters; the position of the name differs
     "gpt_oss": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
@@ -61,7 +82,13 @@ TOOL_FORMATS = tuple(CALL_DELIMITERS)
 REASONING_FORMATS = tuple(BLOCKS)
 
 # vLLM's names of the same formats, which are on model cards.
-TOOL_ALIASES = {"glm47": "glm45", "llama4_json": "llama3_json", "openai": "gpt_oss", "qwen3_xml": "qwen3_coder"}
+TOOL_ALIASES = {
+    "ernie45": "hermes",
+    "glm47": "glm45",
+    "llama4_json": "llama3_json",
+    "openai": "gpt_oss",
+    "qwen3_xml": "qwen3_coder",
+}
 REASONING_ALIASES = {
     **dict.fromkeys(("deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "olmo3", "qwen3"), "think"),
     "openai_gptoss": "gpt_oss",
@@ -79,7 +106,13 @@ def delimiters(formats: Formats) -> frozenset[str]:
         return frozenset(CALL_DELIMITERS["gpt_oss"])
     of_calls = CALL_DELIMITERS[formats.tools] if formats.tools else ()
     of_reasoning = BLOCKS[formats.reasoning] if formats.reasoning else ()
-    return frozenset(FIRST_TOKENS.get(text, text) for text in (*of_calls, *of_reasoning))
+    opens, closes = answer(formats)
+    return frozenset(FIRST_TOKENS.get(text, text) for text in (*of_calls, *of_reasoning, *opens, *closes))
+
+
+def answer(formats: Formats) -> Answer:
+    """Return the delimiters around the content."""
+    return ANSWERS.get(formats.reasoning or "", NO_ANSWER)
 
 
 def reasoning_opened(formats: Formats, prompt_tail: str) -> bool:
@@ -107,12 +140,16 @@ def _tools(template: str) -> str | None:
     if "[TOOL_CALLS]" in template:
         return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<function=" in template and "<parameter=" in template:
-        return "qwen3_coder"
+        return "seed_oss" if "<seed:tool_call>" in template else "qwen3_coder"
     is_unknown = "<tool_sep>" in template  # Hunyuan 3 writes names and arguments as GLM does, with this between them
     if "<arg_key>" in template and "<arg_value>" in template and not is_unknown:
         return "glm45"
     if "<minimax:tool_call>" in template and "<invoke name=" in template:
         return "minimax_m2"
+    if "<TOOLCALL>" in template:
+        return "nemotron_json"
+    if "<tool_calls>" in template and not is_unknown:
+        return "hunyuan" if "<tool_call>" in template else "hunyuan_a13b"
     if "<tool_call>" in template and not is_unknown:
         return "hermes"
     if not re.search(r"\btools\b", template):
@@ -123,6 +160,10 @@ def _tools(template: str) -> str | None:
 def _reasoning(template: str) -> str | None:
     if _is_gpt_oss(template):
         return "gpt_oss"
+    if "</think>" in template and any(token in template for token in HUNYUAN_TOKENS):
+        return "hunyuan_a13b"
+    if "</think>" in template and "<response>" in template:
+        return "ernie45"
     for name, block in BLOCKS.items():
         # To turn reasoning off, some templates write only the closing delimiter.
         if block.closes in template and name != "gpt_oss":

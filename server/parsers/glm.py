@@ -5,14 +5,16 @@ The versions differ in the line ends between the tags, which never belong to a v
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 
 from .formats import CALL_DELIMITERS
 from .parts import Schema
-from .scanner import END, WHITE, Script, Trimmer
+from .scanner import END, Script
 from .tagged import MAX_TAG, Tagged
 
 OPENS, CLOSES, KEY, END_KEY, VALUE, END_VALUE = CALL_DELIMITERS["glm45"]
+HEAD = re.compile(rf"\s*{OPENS}\s*([^\s<]+)\s*({KEY}|{CLOSES})")  # of the next call
 
 
 class Glm(Tagged):
@@ -21,40 +23,49 @@ class Glm(Tagged):
     opens = (OPENS,)
     closes = (CLOSES,)
 
-    def value_ends(self, types: frozenset[str]) -> tuple[str, ...]:
+    def value_ends(self, types: frozenset[str], left: Collection[str] | None) -> tuple[str, ...]:
         return (END_VALUE, CLOSES, f"\n{KEY}" if _may_be_text(types) else KEY)
 
-    def end_of_value(self, types: frozenset[str], char: str, into: Trimmer) -> Script[tuple[str, str]]:
-        """Read a value up to its end. Strings may be about calls: the end of a call is theirs if more text follows."""
-        while True:
-            end, char = yield from super().end_of_value(types, char, into)
-            if end != CLOSES or not _may_be_text(types):
-                return end, char
-            chars = [*end]
-            while char in WHITE:
-                chars.append(char)
-                char = yield
-            if char == END:
-                return (END if self._cut_before is not None else CLOSES), END
-            into.add(chars)
+    def is_end(self, end: str, types: frozenset[str], char: str) -> Script[tuple[bool, str]]:
+        """Return whether the end of a call, if it is one, ends a value, which may be a string about calls.
+
+        The end of the text or another call must follow, which is then read up to its first tag.
+        """
+        if end != CLOSES or not _may_be_text(types):
+            return True, char
+        char = yield from self.white(char)
+        if char == END:
+            return self._cut_before is None, END
+        found, char = yield from self.literal(OPENS, char)
+        if not found:
+            return False, char
+        name, tag, char = yield from self._head(char)
+        return name in self.tools and tag != "", char
 
     def call(self, delimiter: str, char: str) -> Script[str]:
+        name, tag, char = yield from self._head(char)
+        while name in self.tools and tag:
+            emit = self.begin_call(name)
+            emit("{")
+            begun, char = yield from self._arguments(self.tools[name], tag, char, emit)
+            head = HEAD.fullmatch(begun)
+            name, tag = head.groups() if head else ("", "")
+        return char
+
+    def _head(self, char: str) -> Script[tuple[str, str, str]]:
+        """Read the name of a function and the first tag after it; return both and the next character."""
         char = yield from self.white(char)
         name, char = yield from self.name(char)
         if name not in self.tools:
-            return char
+            return name, "", char
         char = yield from self.white(char)
         tag, char = yield from self._tag((KEY, CLOSES), char)
-        if not tag:
-            return char
-        emit = self.begin_call(name)
-        emit("{")
-        return (yield from self._arguments(self.tools[name], tag, char, emit))
+        return name, tag, char
 
-    def _arguments(self, schema: Schema, tag: str, char: str, emit: Callable[[str], None]) -> Script[str]:
+    def _arguments(self, schema: Schema, tag: str, char: str, emit: Callable[[str], None]) -> Script[tuple[str, str]]:
         """Read all arguments. What the end of the text cuts off stays open: half a call must not look whole.
 
-        `tag`: the first tag, which has been read.
+        `tag`: the first tag, which has been read. Return what has been read of the next call, and the next character.
         """
         names: set[str] = set()
         while tag == KEY:
@@ -69,12 +80,13 @@ class Glm(Tagged):
             if end == END_VALUE:
                 char = yield from self.white(char)
                 tag, char = yield from self._tag((KEY, CLOSES), char)
-        if tag == CLOSES or char != END:
+        is_closed = tag.startswith(CLOSES)
+        if is_closed or char != END:
             emit("}")
-        if tag == CLOSES:
+        if is_closed:
             self.forget()
             self._close(CLOSES)
-        return char
+        return tag.removeprefix(CLOSES), char
 
     def _key(self, char: str) -> Script[tuple[str | None, str]]:
         """Read a key up to its value; return None if no value follows. The closing tag of the key may be missing."""

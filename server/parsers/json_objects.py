@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from .formats import CALL_DELIMITERS
+from .formats import CALL_DELIMITERS, HUNYUAN
 from .scanner import END, Scanner, Script
 
 ARGUMENTS = ("arguments", "parameters")
@@ -136,6 +136,35 @@ class Hermes(Objects):
     bare = frozenset()
     opens = CALL_DELIMITERS["hermes"][:1]
     closes = CALL_DELIMITERS["hermes"][1:]
+
+
+class Nemotron(Objects):
+    """Nemotron Nano 2: a list between two delimiters."""
+
+    bare = frozenset()
+    opens = CALL_DELIMITERS["nemotron_json"][:1]
+    closes = CALL_DELIMITERS["nemotron_json"][1:]
+
+
+class Hunyuan(Objects):
+    """A list between two delimiters, or calls that each are a name and arguments in a block of code."""
+
+    bare = frozenset()
+    opens = HUNYUAN[:2]
+    closes = HUNYUAN[2:]
+
+    def call(self, delimiter: str, char: str) -> Script[str]:
+        calls, call = self.opens
+        char = yield from self.white(char)
+        if delimiter == calls and char == call[0]:
+            found, char = yield from self.literal(call, char)
+            if not found:
+                return char
+            char = yield from self.white(char)
+        if char in ("[", "{"):
+            return (yield from super().call(delimiter, char))
+        name, char = yield from self.name(char)
+        return (yield from self.fenced(name, char))
 
 
 class Mistral(Objects):

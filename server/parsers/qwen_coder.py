@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from .formats import CALL_DELIMITERS
 from .parts import Schema
 from .scanner import END, Script
 from .tagged import MAX_TAG, Tagged
 
+OPENS, CLOSES = CALL_DELIMITERS["qwen3_coder"]
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-# The ends of a value. Models forget the closing tag: at the beginning of a line the next tag ends a value, too.
-VALUE_ENDS = (END_PARAMETER, f"\n{PARAMETER}", f"\n{END_FUNCTION}")
 
 
 class Coder(Tagged):
     """The outer delimiter may be missing: the model sometimes omits it.
 
-    Inside reasoning a call begins only with the tag after its name: the model may just write about calls.
+    Inside reasoning a call begins only with the tag after its name: the model may just write about calls. Models also
+    forget the closing tag of a value: at the beginning of a line the next tag ends it, if that tag fits there.
     """
 
-    opens = (CALL_DELIMITERS["qwen3_coder"][0], FUNCTION)
-    closes = (END_FUNCTION, CALL_DELIMITERS["qwen3_coder"][1])
-    unclosed: tuple[str, ...] = opens[:1]  # Qwen3.5 sometimes calls before it has closed its reasoning
+    opens: tuple[str, ...] = (OPENS, FUNCTION)
+    closes = (END_FUNCTION, CLOSES)
+    unclosed: tuple[str, ...] = (OPENS,)  # Qwen3.5 sometimes calls before it has closed its reasoning
     on_lines = True
     # A subclass for a similar format replaces these.
     function, end_function = FUNCTION, END_FUNCTION
     parameter_tag, end_tag = PARAMETER, ">"
-    ends = VALUE_ENDS
 
-    def value_ends(self, types: frozenset[str]) -> tuple[str, ...]:
-        return self.ends
+    def value_ends(self, types: frozenset[str], left: Collection[str] | None) -> tuple[str, ...]:
+        next_tags = [""] if left is None else [f"{name}{self.end_tag[0]}" for name in left]
+        return (END_PARAMETER, f"\n{self.end_function}", *(f"\n{self.parameter_tag}{each}" for each in next_tags))
+
+    def is_end(self, end: str, types: frozenset[str], char: str) -> Script[tuple[bool, str]]:
+        """Return whether the end of a function, if it is one, ends a call: the end of the text or a delimiter follows.
+
+        The last character of the delimiter is left to be read.
+        """
+        if end != f"\n{self.end_function}":
+            return True, char
+        char = yield from self.white(char)
+        begun, tags = "", (*self.opens, *self.closes[1:])
+        while char != END and begun + char not in tags:
+            if not any(tag.startswith(begun + char) for tag in tags):
+                return False, char
+            begun += char
+            char = yield
+        return char != END or self._cut_before is None, char
 
     def call(self, delimiter: str, char: str) -> Script[str]:
         if delimiter != self.function:
@@ -73,8 +89,8 @@ class Coder(Tagged):
                 continue
             if char != END or tag:
                 emit("}")
-            if tag == self.end_function:
-                self.forget()
+            if tag.startswith(self.end_function):
+                self.record(tag.removeprefix(self.end_function) if char != END else "", char)
                 self._close(self.end_function)
             return char
 
@@ -83,8 +99,8 @@ class Coder(Tagged):
         return tag[len(self.parameter_tag) :].removesuffix(self.end_tag)
 
     def _tag(self, begun: str, char: str) -> Script[tuple[str, str]]:
-        """Read one of the two tags that may follow, or nothing. `begun`: the part that has been read."""
-        if begun.endswith(">"):
+        """Read one of the two tags that may follow, or nothing. `begun`: what has been read, also after the tag."""
+        if begun.endswith(">") or begun.startswith(self.end_function):
             return begun, char
         chars = [*begun]
         while char not in (END, "\n") and len(chars) < MAX_TAG:

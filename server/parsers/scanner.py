@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from .formats import Block
+from .formats import NO_ANSWER, Answer, Block
 from .parts import Arguments, Call, Content, Part, Reasoning, Schema
 
 T = TypeVar("T")
@@ -28,6 +28,7 @@ END = ""
 WHITE = frozenset(" \t\r\n")
 LINE_ENDS = frozenset("\r\n")
 NOTHING: frozenset[str] = frozenset()
+FENCE = "```"
 NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.:/")
 
 
@@ -79,16 +80,18 @@ class Scanner:
         opened: bool,
         new_id: Callable[[], str],
         closes_reasoning: bool = False,
+        answer: Answer = NO_ANSWER,
     ) -> None:
         self.is_reasoning = opened and block is not None
         if closes_reasoning:
             self.unclosed = ()
         self.tools = tools
         self._block = block  # None: no reasoning, or it has ended
+        self._answer = answer
+        self._closing: tuple[str, ...] = answer.closes  # delimiters that may still close the content or the last call
         self.content = self.next_content(NOTHING)
         self._new_id = new_id
         self.num_calls = 0
-        self._closing: tuple[str, ...] = ()  # delimiters that may still close the last call
         self._record: list[str] | None = None  # content unless it becomes a call
         self._cut_before: str | None = None  # as in `finish`
         self._parts: list[Part] = []
@@ -146,7 +149,7 @@ class Scanner:
         withheld = ""
         while True:
             opens = self.opens if self.num_calls else self.unclosed  # the next call is less likely only mentioned
-            delimiters = (closes, *opens, *self._closing)
+            delimiters = (closes, *opens, *(self._closing if self.num_calls else ()))
             delimiter = yield from self.until(delimiters, char, self.content, withheld)
             withheld = ""
             if delimiter in (END, closes):
@@ -199,7 +202,7 @@ class Scanner:
         index = self.num_calls
         self.num_calls += 1
         self.is_reasoning = False
-        self._closing = self.closes
+        self._closing = (*self.closes, *self._answer.closes)
         self._record = None
         self.content = self.next_content(WHITE)
         self._parts.append(Call(index, self._new_id(), name))
@@ -207,7 +210,7 @@ class Scanner:
 
     def next_content(self, lead: frozenset[str]) -> Trimmer:
         """Return the next piece of content; what the last one withheld is dropped."""
-        trail = WHITE if self.opens or self.bare or self._block else NOTHING
+        trail = WHITE if self.opens or self.bare or self._block or self._closing else NOTHING
         return Trimmer(lambda text: self.emit(Content, text), lead, trail)
 
     def record(self, text: str, char: str) -> None:
@@ -253,7 +256,8 @@ class Scanner:
                 withheld = withheld[1:]
             return END
         # An output that ends in the middle of a call's closing delimiter has a whole call and nothing else.
-        if not (into.is_empty and any(delimiter.startswith(withheld) for delimiter in self._closing)):
+        is_whole = self.num_calls > 0 and into.is_empty
+        if not (is_whole and any(delimiter.startswith(withheld) for delimiter in self._closing)):
             into.add(withheld)
         return END
 
@@ -324,25 +328,46 @@ class Scanner:
             char = yield from self.value(char, self.begin_call(name))
         return char
 
+    def fenced(self, name: str, char: str) -> Script[str]:
+        """Read a call's arguments in a block of code."""
+        char = yield from self.white(char)
+        found, char = yield from self.literal(f"{FENCE}json", char)
+        char = yield from self.white(char)
+        before = self.num_calls
+        char = yield from self.arguments(name, char)
+        if found and self.num_calls > before:
+            self.record("", char)
+            char = yield from self.white(char)
+            found, char = yield from self.literal(FENCE, char)
+            if found:
+                self.record("", char)
+        return char
+
     def _text(self, char: str, begun: str) -> Script[tuple[str, str]]:
-        """Read text up to the next delimiter, and the call or reasoning that this delimiter begins.
+        """Read text up to the next delimiter, and the call, reasoning or answer that this delimiter begins.
 
         `begun`: text before the character that may begin a delimiter; returned as in `_call_or_text`.
         """
-        block = (self._block.opens,) if self._block and self.content.is_empty and not self.num_calls else ()
-        delimiter = yield from self.until((*self.opens, *self._closing, *block), char, self.content, begun)
+        is_start = self.content.is_empty and not self.num_calls
+        first = (*((self._block.opens,) if self._block else ()), *self._answer.opens) if is_start else ()
+        delimiter = yield from self.until((*self.opens, *self._closing, *first), char, self.content, begun)
         if delimiter == END:
             return END, ""
-        if delimiter in block and self.content.is_empty:
+        if delimiter in self._answer.opens and self.content.is_empty:
+            self._block = None
+            self.content = self.next_content(LINE_ENDS)
+        elif delimiter in first and self.content.is_empty:
             self.is_reasoning = True
             return (yield from self.reasoning((yield))), ""
-        if delimiter in block:  # after other content, it is text
+        elif delimiter in first:  # after other content, it is text
             self.content.add(delimiter)
         elif delimiter in self.opens:
             self._record = []  # the next text is that of a call
             return (yield from self._call_or_text(delimiter, (yield)))
         else:
             self._close(delimiter)
+            if delimiter in self._answer.closes:
+                self._block, self._answer = None, NO_ANSWER
             self.content = self.next_content(WHITE)
         return (yield), ""
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from .deepseek import DeepSeek
-from .formats import BLOCKS, Formats
+from .formats import BLOCKS, Formats, answer
 from .gemma import Gemma
 from .glm import Glm
 from .harmony import Harmony
-from .json_objects import Hermes, Llama, Mistral, Objects
+from .json_objects import Hermes, Hunyuan, Llama, Mistral, Nemotron, Objects
 from .minimax import MiniMax
 from .parts import MessageParser, Plain, Schema
 from .qwen_coder import Coder
 from .scanner import Scanner
+from .seed_oss import SeedOss
 
 SCANNERS: dict[str, type[Scanner]] = {
     "hermes": Hermes,
@@ -22,7 +23,11 @@ SCANNERS: dict[str, type[Scanner]] = {
     "mistral_v11": Mistral,
     "qwen3_coder": Coder,
     "glm45": Glm,
+    "seed_oss": SeedOss,
     "minimax_m2": MiniMax,
+    "nemotron_json": Nemotron,
+    "hunyuan": Hunyuan,
+    "hunyuan_a13b": Hunyuan,
     "deepseek_v3": DeepSeek,
     "deepseek_v31": DeepSeek,
     "gpt_oss": Harmony,
@@ -51,4 +56,6 @@ def message_parser(
     scanner = SCANNERS[formats.tools] if formats.tools and tools else Scanner
     if scanner is Scanner and block is None:
         return Plain()
-    return scanner(tools, block, opened=opened, new_id=new_id, closes_reasoning=closes_reasoning)
+    return scanner(
+        tools, block, opened=opened, new_id=new_id, closes_reasoning=closes_reasoning, answer=answer(formats)
+    )

@@ -6,7 +6,7 @@ import ast
 import json
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from .parts import Schema
@@ -27,13 +27,37 @@ class Tagged(Scanner, ABC):
     on_lines = False  # whether values have lines of their own: the line ends around them are syntax
 
     @abstractmethod
-    def value_ends(self, types: frozenset[str]) -> tuple[str, ...]:
-        """Return what may end a value: its closing tag, and what follows if the model forgets that."""
+    def value_ends(self, types: frozenset[str], left: Collection[str] | None) -> tuple[str, ...]:
+        """Return what may end a value: its closing tag, and what follows if the model forgets that.
 
-    def end_of_value(self, types: frozenset[str], char: str, into: Trimmer) -> Script[tuple[str, str]]:
-        """Read a value up to what may end it; return this end and the next character."""
-        delimiter = yield from self.until(self.value_ends(types), char, into)
-        return delimiter, (yield) if delimiter != END else END
+        `left`: the parameters that may follow; None: any.
+        """
+
+    @abstractmethod
+    def is_end(self, end: str, types: frozenset[str], char: str) -> Script[tuple[bool, str]]:
+        """Return whether what may end a value does, judged by the text after it, which is read as far as necessary."""
+
+    def end_of_value(
+        self, ends: tuple[str, ...], types: frozenset[str], char: str, into: Trimmer
+    ) -> Script[tuple[str, str]]:
+        """Read a value up to its end; return this end, with what has been read after it, and the next character."""
+        withheld = ""
+        while True:
+            end = yield from self.until(ends, char, into, withheld)
+            if end == END:
+                return END, END
+            char = yield
+            self.record(end, char)
+            found, char = yield from self.is_end(end, types, char)
+            record = "".join(self._record or [])
+            text, begun = record[: len(record) - len(char)], self._begun(ends)
+            self.forget()
+            if found:
+                return text, char
+            if char == END and self._cut_before is not None:
+                return END, END
+            withheld = begun if char != END else ""
+            into.add(text[: len(text) - len(withheld)])
 
     def parameter(
         self, schema: Schema, name: str, names: set[str], char: str, emit: Callable[[str], None]
@@ -46,9 +70,14 @@ class Tagged(Scanner, ABC):
         if is_new:
             emit(f"{', ' if names else ''}{quoted(name)}: ")
             names.add(name)
-        return (yield from self._value(types(schema, name), char, emit if is_new else lambda _: None))
+        listed = schema.get("properties")
+        left = [each for each in listed if each not in names] if isinstance(listed, dict) and listed else None
+        kinds = types(schema, name)
+        return (yield from self._value(kinds, self.value_ends(kinds, left), char, emit if is_new else lambda _: None))
 
-    def _value(self, types: frozenset[str], char: str, emit: Callable[[str], None]) -> Script[tuple[str, str]]:
+    def _value(
+        self, types: frozenset[str], ends: tuple[str, ...], char: str, emit: Callable[[str], None]
+    ) -> Script[tuple[str, str]]:
         """Read one value and emit it as JSON; return its end, END if there is none, and the next character."""
         is_text = types == {"string"}
         if is_text:
@@ -58,10 +87,10 @@ class Tagged(Scanner, ABC):
         value = Raw()
         trail = frozenset("\n") if self.on_lines else NOTHING
         trimmed = Trimmer((lambda text: emit(quoted(text)[1:-1])) if is_text else value.add, NOTHING, trail)
-        end, char = yield from self.end_of_value(types, char, trimmed)
-        while end != END and value.is_quoted and "string" not in types:
+        end, char = yield from self.end_of_value(ends, types, char, trimmed)
+        while end != END and value.is_quoted and "string" not in types and not self._lacks_quote(end, char):
             trimmed.add(end)
-            end, char = yield from self.end_of_value(types, char, trimmed)
+            end, char = yield from self.end_of_value(ends, types, char, trimmed)
         if end == END:
             trimmed.flush(but=int(self._cut_before is not None))  # the line end may belong to the tag
             if not is_text:
@@ -70,6 +99,10 @@ class Tagged(Scanner, ABC):
         trimmed.flush(but=int(not end.startswith("\n")))
         emit('"' if is_text else as_json(value.text, types))
         return end, char
+
+    def _lacks_quote(self, end: str, char: str) -> bool:
+        """Return whether a tag inside quotes ends the value: next to a line end, which JSON cannot have there."""
+        return end.startswith("\n") or char == "\n" or (char == END and self._cut_before is None)
 
 
 class Raw:

@@ -21,7 +21,7 @@ from server.grammar.tool_calls import arguments, call_grammar
 from server.parsers.formats import BLOCKS, REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters
 from server.parsers.parts import join
 from server.parsers.select import message_parser
-from tests.server.parsers.test_parsers import read
+from tests.server.parsers.test_parsers import WRITTEN_CALLS, read
 
 TOOLS = {
     "find_ship": {
@@ -202,7 +202,11 @@ FIRST = {
     "mistral_v11": "[TOOL_CALLS]",
     "qwen3_coder": "<tool_call>",
     "glm45": "<tool_call>",
+    "seed_oss": "<seed:tool_call>",
     "minimax_m2": "<minimax:tool_call>",
+    "nemotron_json": "<TOOLCALL>",
+    "hunyuan": "<tool_calls>",
+    "hunyuan_a13b": "<tool_calls>",
     "deepseek_v3": "<\uff5ctool▁calls▁begin\uff5c>",
     "deepseek_v31": "<\uff5ctool▁calls▁begin\uff5c>",
     "gemma4": "<|tool_call>",
@@ -214,6 +218,9 @@ def call_of(tools: str, arguments: dict[str, str], name: str = "f", line: str = 
     if tools == "qwen3_coder":
         each = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
         return f"<tool_call>\n<function={name}>\n{each}</function>\n</tool_call>"
+    if tools == "seed_oss":
+        each = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in arguments.items())
+        return f"<seed:tool_call>\n<function={name}>\n{each}</function>\n</seed:tool_call>"
     if tools == "minimax_m2":
         each = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments.items())
         return f'<minimax:tool_call>\n<invoke name="{name}">\n{each}</invoke>\n</minimax:tool_call>'
@@ -223,7 +230,7 @@ def call_of(tools: str, arguments: dict[str, str], name: str = "f", line: str = 
     return f"<tool_call>{name}{line}{each}</tool_call>"
 
 
-EACH_TAGGED = pytest.mark.parametrize("tools", ["qwen3_coder", "glm45", "minimax_m2"])
+EACH_TAGGED = pytest.mark.parametrize("tools", ["qwen3_coder", "seed_oss", "glm45", "minimax_m2"])
 
 
 @EACH_TAGGED
@@ -294,6 +301,41 @@ def test_values_between_tags_follow_their_schema(small, tools, schema, allowed, 
         if value in allowed:
             [parsed] = read(formats, text, opened=True, tools=functions).calls
             assert json.loads(parsed.arguments) == {"a": allowed[value]}
+
+
+@pytest.mark.parametrize("tools", ["hunyuan", "hunyuan_a13b", "nemotron_json"])
+def test_calls_in_one_block_are_written_as_the_template_shows_them(small, tools):
+    def written(*made):
+        return WRITTEN_CALLS[tools]("", [(name, {}) for name in made])
+
+    options = {"required": True, "opened": False, "special": small.special}
+    for parallel in (True, False):
+        made = call_grammar(Formats(tools), TOOLS, parallel=parallel, **options)
+        assert made.formats == Formats(tools)
+        assert small.allows(made.text, written("find"))
+        assert small.allows(made.text, written("find", "ring_bell")) == parallel
+        assert not small.allows(made.text, written("sink")) and not small.allows(made.text, written("find_ship"))
+
+
+@pytest.mark.parametrize("spelling", ["characters", "tokens"])
+@pytest.mark.parametrize(("reasoning", "tag"), [("hunyuan_a13b", "answer"), ("ernie45", "response")])
+def test_calls_and_content_may_be_an_answer_between_tags(request, small, spelling, reasoning, tag):
+    sampler = small if spelling == "characters" else request.getfixturevalue("marked")
+    formats = Formats("hermes", reasoning)
+    call = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
+    forced = shaped(sampler, formats, TOOLS, required=True)
+    strict = shaped(sampler, formats, TOOLS)
+    whale = shaped(sampler, formats, content=("json_schema", json.dumps(WHALE)))
+    quiet = shaped(sampler, formats, content=("json_schema", json.dumps(WHALE)), budget=0)
+    for before, after in (("", ""), (f"<{tag}>\n", f"\n</{tag}>"), (f"<{tag}>", "")):
+        for thought in ("", "<think>\nhm\n</think>\n\n"):
+            for lark, written in ((forced, call), (strict, call), (strict, "The sea."), (whale, '{"teeth": 50}')):
+                text = f"{thought}{before}{written}{after}"
+                assert sampler.allows(lark, text), text
+                message = read(formats, text, tools=TOOLS)
+                assert (message.content, len(message.calls)) == (("", 1) if written == call else (written, 0))
+            assert sampler.allows(quiet, f'{thought}{before}{{"teeth": 50}}{after}') == (not thought)
+    assert not sampler.allows(forced, f"<{tag}>\nThe sea.\n</{tag}>")
 
 
 def test_minimax_calls_are_in_one_block(small):
@@ -388,20 +430,30 @@ def test_functions_with_any_arguments_are_called_in_the_native_format(small, too
         ("qwen3_coder", "x <parameter=b>", True),
         ("qwen3_coder", "</function>\n</tool_call>", True),
         ("qwen3_coder", "x\n</functions>", True),
-        ("qwen3_coder", "x\n</function>", False),
+        ("qwen3_coder", "x\n</function>\ny", True),
+        ("qwen3_coder", "x\n</function>\n</tool_call>\ny", False),
+        ("qwen3_coder", "x\n</function><function=f>", False),
         ("qwen3_coder", "x\n<parameter=b>\ny", False),
+        ("seed_oss", "\nx\n</function>\n", True),
+        ("seed_oss", "</function>\n</seed:tool_call>", True),
+        ("seed_oss", "x\n</function> </seed:tool_call>", False),
+        ("seed_oss", "x\n<parameter=b>\ny", False),
         ("minimax_m2", 'x <parameter name="b">', True),
         ("minimax_m2", "\nx\n</invokes>", True),
-        ("minimax_m2", "x\n</invoke>", False),
+        ("minimax_m2", 'x\n</invoke>\n<parameter="b">', True),
+        ("minimax_m2", "x\n</invoke>\n</minimax:tool_call>", False),
+        ("minimax_m2", 'x\n</invoke>\n<invoke name="f">', False),
         ("minimax_m2", 'x\n<parameter name="b">\ny', False),
         ("glm45", "x <arg_key>", True),
-        ("glm45", "x\n</tool_call>\n<tool_call>f\n", True),
+        ("glm45", "x\n</tool_call>\nf <tool_call>\n", True),
+        ("glm45", "x</tool_call>\n<tool_call>f\n<arg_key>", False),
+        ("glm45", "x</tool_call><tool_call>f</tool_call>", False),
         ("glm45", "x\n<arg_value>", True),
         ("glm45", "x\n<arg_key>", False),
         ("glm45", "x</arg_value>y", False),
     ],
 )
-@pytest.mark.parametrize("parameters", [ANY, {"type": "object", "properties": {"a": {"type": "string"}}}])
+@pytest.mark.parametrize("parameters", [ANY, {"type": "object", "properties": {"b": {}, "a": {"type": "string"}}}])
 def test_values_between_tags_hold_no_tag_that_ends_them(small, tools, value, allowed, parameters):
     lark = shaped(small, Formats(tools), {"f": parameters}, required=True)
     text = call_of(tools, {"a": value})
@@ -474,7 +526,7 @@ def test_tags_carry_any_parameters(small, tools):
         made = json.loads(read(formats, text, tools={"f": ANY}).calls[0].arguments)
         assert made == {"some name": meant, "other name": meant}
     assert small.allows(lark, call_of(tools, {}))
-    for name, value in (("a", '["'), ("", "1"), ("a<b", "1")):
+    for name, value in (("a", '["'), ("a", '["x\n"]'), ("", "1"), ("a<b", "1")):
         assert not small.allows(lark, call_of(tools, {name: value}))
     whole = call_of(tools, {"a": "1"})
     for tag in ("</parameter>", "</arg_value>"):

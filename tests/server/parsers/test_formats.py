@@ -73,6 +73,24 @@ GPT_OSS = (
 SEED = (
     "{% for m in messages %}{{ m.role }}<seed:think>{{ m.reasoning_content }}</seed:think>{{ m.content }}{% endfor %}"
 )
+SEED_TOOLS = SEED + (
+    "{% if tools %}<seed:tool_call>\n<function=its_name>\n<parameter=its_parameter>value</parameter>\n</function>\n"
+    "</seed:tool_call>{% endif %}"
+)
+NEMOTRON2 = (
+    '{% if tools %}<AVAILABLE_TOOLS>{{ tools }}</AVAILABLE_TOOLS> <TOOLCALL>[{"name": ...}]</TOOLCALL>{% endif %}'
+    "{% for m in messages %}<SPECIAL_11>{{ m.content.split('</think>')[-1] }}{% endfor %}<SPECIAL_11>Assistant\n<think>"
+)
+HUNYUAN = (
+    "{% if tools %}{{ tools }} First print <tool_calls>, then <tool_call>function_name\n```json\n...\n```</tool_call>"
+    "{% endif %}{% for m in messages %}{{ m.content.split('<answer>')[-1] }}<|extra_0|>{% endfor %}"
+    "<think>\n\n</think>\n"
+)
+HUNYUAN_LIST = (
+    "{% if tools %}{{ tools }} <tool_calls>[{...}]</tool_calls>{% endif %}{% for m in messages %}{{ m.content }}"
+    "<|extra_0|>{% endfor %}<think>\n\n</think>\n"
+)
+ERNIE = HERMES + "<think>\n{# <response>\n</response> </think> #}"
 COMMAND = "{% for m in messages %}<|START_THINKING|>{{ m.thinking }}<|END_THINKING|>{{ m.content }}{% endfor %}"
 MAGISTRAL = MISTRAL_NEW + "{# [THINK]draft[/THINK] #}"
 GEMMA4 = (
@@ -96,6 +114,7 @@ KIMI = "{% for m in messages %}◁think▷{{ m.reasoning_content }}◁/think▷{
         (GLM_NEW.removesuffix("<think>") + "</think>", Formats("glm45", "think")),
         # Hunyuan 3 writes names and arguments in another way than GLM.
         (GLM.replace("\n<arg_key>", "<tool_sep>\n<arg_key>"), Formats("json", "think")),
+        (f"<tool_calls>{GLM}".replace("\n<arg_key>", "<tool_sep>\n<arg_key>"), Formats("json", "think")),
         (LLAMA3, Formats("llama3_json", None)),
         (LLAMA3_TEXT, Formats(None, None)),
         (MISTRAL, Formats("mistral", None)),
@@ -105,6 +124,11 @@ KIMI = "{% for m in messages %}◁think▷{{ m.reasoning_content }}◁/think▷{
         (DEEPSEEK_NEW, Formats("deepseek_v31", "think")),
         (GPT_OSS, Formats("gpt_oss", "gpt_oss")),
         (SEED, Formats(None, "seed_oss")),
+        (SEED_TOOLS, Formats("seed_oss", "seed_oss")),
+        (NEMOTRON2, Formats("nemotron_json", "think")),
+        (HUNYUAN, Formats("hunyuan", "hunyuan_a13b")),
+        (HUNYUAN_LIST, Formats("hunyuan_a13b", "hunyuan_a13b")),
+        (ERNIE, Formats("hermes", "ernie45")),
         (COMMAND, Formats(None, "command")),
         (KIMI, Formats(None, "kimi")),
         (GEMMA4, Formats("gemma4", "gemma4")),

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server.parsers import select
-from server.parsers.formats import BLOCKS, CALL_DELIMITERS, TOOL_FORMATS, Formats, delimiters
+from server.parsers.formats import ANSWERS, BLOCKS, CALL_DELIMITERS, TOOL_FORMATS, Formats, delimiters
 from server.parsers.parts import Arguments, Call, Content, Message, Plain, Reasoning, join
 from server.parsers.select import message_parser
 
@@ -125,6 +125,26 @@ def write_glm47(content, made):
     return write_glm(content, made, line="")
 
 
+def write_seed(content, made):
+    return "".join(
+        f"\n<seed:tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>{tagged_value(x)}</parameter>\n" for key, x in arguments.items())
+        + "</function>\n</seed:tool_call>"
+        for name, arguments in made
+    )
+
+
+def write_hunyuan(content, made):
+    each = "\n".join(
+        f"<tool_call>{name}\n```json\n{json.dumps(arguments)}\n```</tool_call>" for name, arguments in made
+    )
+    return f"<tool_calls>{each}</tool_calls>" if made else ""
+
+
+def write_list(opens, closes):
+    return lambda content, made: f"{opens}[{', '.join(pair(*call) for call in made)}]{closes}" if made else ""
+
+
 def write_minimax(content, made):
     each = "".join(
         f'<invoke name="{name}">\n'
@@ -174,7 +194,11 @@ WRITTEN_CALLS = {
     "mistral_v11": write_mistral_v11,
     "qwen3_coder": write_coder,
     "glm45": write_glm,
+    "seed_oss": write_seed,
     "minimax_m2": write_minimax,
+    "nemotron_json": write_list("<TOOLCALL>", "</TOOLCALL>"),
+    "hunyuan": write_hunyuan,
+    "hunyuan_a13b": write_list("<tool_calls>", "</tool_calls>"),
     "deepseek_v3": write_deepseek(
         lambda name, arguments: f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"  # noqa: RUF001
     ),
@@ -186,8 +210,8 @@ ALL_DELIMITERS = sorted({*itertools.chain(*CALL_DELIMITERS.values(), *BLOCKS.val
 PIECES = [
     *ALL_DELIMITERS, *'{}[]"\\<>;,:|', "<function=", "</function>", "<parameter=x>", "</parameter>", "\n", " ", "\n\n",
     '{"name": "find_ship", "arguments": ', '"parameters": {}', "<thi", "<tool_", "```json", "```", "é", "🐋", "\u2028",
-    "<tool_call>find_ship", "<arg_key>name</arg_key><arg_value>",
-    '<invoke name="', 'find_ship">', '<parameter name="', '">', "</invoke>",
+    "<tool_call>find_ship", "<arg_key>name</arg_key><arg_value>", "\n</function>\n", "\n</invoke>\n",
+    "<parameter=name>", '<invoke name="', 'find_ship">', '<parameter name="', '">', "</invoke>",
     "find_ship", "ring-bell.now", "function", " to=", "functions.", "a", "null", "<|cha", "true", "name", "\\u00",
 ]  # fmt: skip
 AWKWARD = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8).map("".join)
@@ -202,6 +226,7 @@ def without(delimiters):
 # What ends a value between tags
 TAGGED = {
     "qwen3_coder": ["</parameter>", "\n<parameter=", "\n</function>"],
+    "seed_oss": ["</parameter>", "\n<parameter=", "\n</function>"],
     "glm45": ["</arg_value>", "\n<arg_key>"],
     "minimax_m2": ["</parameter>", '\n<parameter name="', "\n</invoke>"],
 }
@@ -406,6 +431,53 @@ def test_reasoning_is_separated_from_content(reasoning):
     assert read(formats, opens[:-1]) == Message(opens[:-1], "", ())
 
 
+@pytest.mark.parametrize(("reasoning", "tag"), [("hunyuan_a13b", "answer"), ("ernie45", "response")])
+@pytest.mark.parametrize(
+    ("text", "thought", "content"),
+    [
+        ("<think>\nhm\n</think>\n<answer>\nso\n\nit is\n</answer>", "hm", "so\n\nit is"),
+        ("<think>\nhm\n</think>\n\n\n<answer>\nso\n</answer>\n", "hm", "so"),
+        ("<think>\n\n</think>\n<answer>so", "", "so"),
+        ("<answer>\nso\n</answer>", "", "so"),
+        ("<think>like <answer> and </answer></think>so", "like <answer> and </answer>", "so"),
+        ("so <answer>it</answers>", "", "so <answer>it</answers>"),
+        ("so\n</answer>", "", "so"),
+        ("so</answer>\n<think>hm</think>", "", "so<think>hm</think>"),
+        ("<answer>so</answer>\n<answer>hm", "", "so<answer>hm"),
+        ("<answer>\n<think>hm</think>\n</answer>", "", "<think>hm</think>"),
+        ("<", "", "<"),
+        ("</", "", "</"),
+        ("<answer>", "", ""),
+        ("so", "", "so"),
+    ],
+)
+def test_tags_around_an_answer_are_no_content(reasoning, tag, text, thought, content):
+    text, thought, content = (each.replace("answer", tag) for each in (text, thought, content))
+    for formats in (Formats(None, reasoning), Formats("hermes", reasoning)):
+        got = read(formats, text)
+        assert got == read(formats, *text) == Message(content, thought, ())
+
+
+SPEAKER = ANSWERS["hunyuan_a13b"].opens[-1]
+
+
+@pytest.mark.parametrize("tools", ["hunyuan", "hunyuan_a13b"])
+def test_calls_may_be_an_answer(tools):
+    formats = Formats(tools, "hunyuan_a13b")
+    for before, after in (("", ""), ("<think>\nhm\n</think>\n<answer>\n", "\n</answer>"), (SPEAKER, "")):
+        text = f"{before}{WRITTEN_CALLS[tools]('', ONE * 2)}{after}"
+        got = read(formats, text)
+        assert got == read(formats, *text)
+        assert (got.content, calls(got)) == ("", ONE * 2)
+
+
+def test_hunyuan_content_does_not_begin_with_its_speaker():
+    formats = Formats("hunyuan_a13b", "hunyuan_a13b")
+    text = f"{SPEAKER}It writes {SPEAKER}so"
+    for written in (text, f"<think>\nhm\n</think>\n<answer>\n{text}\n</answer>"):
+        assert read(formats, written).content == read(formats, *written).content == f"It writes {SPEAKER}so"
+
+
 @EACH
 def test_is_reasoning_follows_the_delimiters_at_once(formats):
     reader = parser(formats)
@@ -429,9 +501,14 @@ def test_model_without_delimiters_has_the_plain_parser():
 
 CALL = '{"name": "find_ship", "arguments": {"masts": 3}}'
 ONE = [("find_ship", {"masts": 3})]
+B = [("find_ship", {"name": "b"})]
 NOTED = [("find_ship", {"masts": 3, "note": None})]
-MINIMAX_CALL = '<invoke name="find_ship">\n<parameter name="masts">3</parameter>\n</invoke>'
-MINIMAX_BLOCK = f"<minimax:tool_call>\n{MINIMAX_CALL}\n{MINIMAX_CALL}\n</minimax:tool_call>"
+CODED = "<tool_call>\n<function=find_ship>\n<parameter=masts>\n3\n</parameter>\n</function>\n</tool_call>"
+INVOKE = '<invoke name="find_ship">\n<parameter name="masts">3</parameter>\n</invoke>'
+MINIMAX_CALL = f"<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>"
+MINIMAX_BLOCK = f"<minimax:tool_call>\n{INVOKE}\n{INVOKE}\n</minimax:tool_call>"
+SEED_CALL = "<seed:tool_call>\n<function=find_ship>\n<parameter=masts>3</parameter>\n</function>\n</seed:tool_call>"
+HUNYUAN_CALL = '<tool_call>find_ship\n```json\n{"masts": 3}\n```</tool_call>'
 GLM_CALL = "<tool_call>find_ship\n<arg_key>masts</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
 
 
@@ -511,7 +588,60 @@ GLM_CALL = "<tool_call>find_ship\n<arg_key>masts</arg_key>\n<arg_value>3</arg_va
             "",
             [("find_ship", {"name": "a </function> <parameter=x>"})],
         ),
-        ("qwen3_coder", "<function=find_ship><parameter=name>a\n<parameter=", "<parameter=", None),
+        ("qwen3_coder", "<function=find_ship><parameter=name>a\n<parameter=", "", None),
+        # A string may have lines that begin like tags, unless the tag fits there.
+        *(
+            (
+                "qwen3_coder",
+                f"<tool_call>\n<function=find_ship>\n<parameter=name>\n{text}\n</parameter>\n</function>\n</tool_call>",
+                "",
+                [("find_ship", {"name": text})],
+            )
+            for text in ("a\n</function>\n</parameters>", "a\n<parameter=name>\nb", "\n</function>\n\n</tool_calls>")
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=find_ship>\n<parameter=name>\na\n</function>\n</tool_call>\nso",
+            "so",
+            [("find_ship", {"name": "a"})],
+        ),
+        ("qwen3_coder", "<function=find_ship>\n<parameter=name>\nb\n</function>\n", "", B),
+        ("qwen3_coder", "<function=find_ship>\n<parameter=name>b\n</function></tool_c", "", B),
+        (
+            "qwen3_coder",
+            "<function=find_ship>\n<parameter=name>a\n</function>\n<tool_call><function=find_ship>\n<parameter=masts>3"
+            "</parameter></function>",
+            "",
+            [("find_ship", {"name": "a"}), *ONE],
+        ),
+        # A value without one of its quotes
+        (
+            "qwen3_coder",
+            CODED.replace("<parameter=m", '<parameter=at>\n{"x": "y}\n</parameter>\n<parameter=m'),
+            "",
+            [("find_ship", {"at": '{"x": "y}', "masts": 3})],
+        ),
+        ("seed_oss", f"so\n{SEED_CALL}\n{SEED_CALL}so", "soso", ONE * 2),
+        ("seed_oss", SEED_CALL.replace("\n", ""), "", ONE),
+        ("seed_oss", SEED_CALL[len("<seed:tool_call>") :], "", ONE),
+        ("seed_oss", SEED_CALL.removesuffix("</function>\n</seed:tool_call>"), "", None),
+        ("seed_oss", f"{SEED_CALL.replace('</parameter>', '')}so", "so", ONE),
+        ("seed_oss", SEED_CALL.replace("masts>3", "name>\na\n"), "", [("find_ship", {"name": "\na\n"})]),
+        ("seed_oss", "<seed:tool_call>find_ship", None, []),
+        ("nemotron_json", f"so <TOOLCALL>[{CALL}, {CALL}]</TOOLCALL>\nso", "soso", ONE * 2),
+        ("nemotron_json", f"<TOOLCALL>\n[\n{CALL}\n]\n</TOOLCALL>", "", ONE),
+        ("nemotron_json", f"<TOOLCALL>{CALL}</TOOLCALL>", "", ONE),
+        ("nemotron_json", '<TOOLCALL>[{"name": "find_ship", "arguments": "{\\"masts\\": 3}"}]</TOOLCALL>', "", ONE),
+        ("nemotron_json", f"<TOOLCALL>[{CALL}", "", ONE),
+        ("nemotron_json", "<TOOLCALL>[]</TOOLCALL>", None, []),
+        ("hunyuan", f"so <tool_calls>{HUNYUAN_CALL}\n{HUNYUAN_CALL}</tool_calls>", "so", ONE * 2),
+        ("hunyuan", f"<tool_calls>\n{HUNYUAN_CALL}\n</tool_calls>\nso", "so", ONE),
+        ("hunyuan", HUNYUAN_CALL, "", ONE),
+        ("hunyuan", f"<tool_calls>[{CALL}]</tool_calls>", "", ONE),
+        ("hunyuan", "<tool_calls><tool_call>find_ship\n```json", None, []),
+        ("hunyuan", "<tool_calls><tool_call>find_ship\n3</tool_call></tool_calls>", None, []),
+        ("hunyuan_a13b", f"so <tool_calls>[{CALL}, {CALL}]</tool_calls>\n", "so", ONE * 2),
+        ("hunyuan_a13b", f"<tool_calls>{HUNYUAN_CALL}</tool_calls>", "", ONE),
         ("qwen3_coder", "<tool_call>\n<function=find_ship\n", None, []),
         ("glm45", "<tool_call>ring-bell.now</tool_call>", "", [("ring-bell.now", {})]),
         ("glm45", "so\n<tool_call>ring-bell.now\n</tool_call> so", "soso", [("ring-bell.now", {})]),
@@ -554,20 +684,45 @@ GLM_CALL = "<tool_call>find_ship\n<arg_key>masts</arg_key>\n<arg_value>3</arg_va
             "",
             [("find_ship", {"name": "The Pequod"})],
         ),
+        *(
+            (
+                "glm45",
+                f"<tool_call>find_ship<arg_key>name</arg_key><arg_value>a</tool_call>{space}{following}so",
+                "so",
+                [("find_ship", {"name": "a"}), *made],
+            )
+            for space in ("", "\n")
+            for following, made in (
+                (GLM_CALL, ONE),
+                ("<tool_call>ring-bell.now\n</tool_call>", [("ring-bell.now", {})]),
+                (f"<tool_call>find_ship<arg_key>name</arg_key><arg_value>b</tool_call>{GLM_CALL}", [*B, *ONE]),
+            )
+        ),
         ("glm45", "<tool_call>find_ship<arg_key>masts</arg_key>3", "<arg_key>masts</arg_key>3", [("find_ship", {})]),
+        (
+            "glm45",
+            '<tool_call>find_ship\n<arg_key>at</arg_key>\n<arg_value>{"x": "y}</arg_value>\n<arg_key>masts</arg_key>\n'
+            f"<arg_value>3</arg_value>\n</tool_call>\n{GLM_CALL}",
+            "",
+            [("find_ship", {"at": '{"x": "y}', "masts": 3}), *ONE],
+        ),
         ("glm45", "<tool_call>find_ship<arg_key>name</arg_key><arg_value>Peq", "", None),
         ("minimax_m2", f"so\n{MINIMAX_BLOCK}\nso", "soso", ONE * 2),
         ("minimax_m2", f"{MINIMAX_BLOCK}{MINIMAX_BLOCK}", "", ONE * 4),
         ("minimax_m2", f"{MINIMAX_CALL}\n{MINIMAX_CALL}", "", ONE * 2),
+        # Calls are in a block.
+        ("minimax_m2", f"Like {INVOKE}, they say.", None, []),
+        ("minimax_m2", f"In <minimax:tool_call> you write {INVOKE}.", None, []),
+        ("minimax_m2", f"{MINIMAX_CALL}\nIt was {INVOKE}.", f"It was {INVOKE}.", ONE),
         ("minimax_m2", MINIMAX_BLOCK.replace("\n", ""), "", ONE * 2),
-        ("minimax_m2", '<invoke name="ring-bell.now">\n</invoke>', "", [("ring-bell.now", {})]),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="ring-bell.now">\n</invoke>', "", [("ring-bell.now", {})]),
         ("minimax_m2", MINIMAX_BLOCK.replace("</invoke>\n", "", 1), "", ONE * 2),
         ("minimax_m2", MINIMAX_BLOCK.replace("</invoke>\n", ""), "", ONE * 2),
         ("minimax_m2", MINIMAX_BLOCK.replace("</parameter>", ""), "", ONE * 2),
         (
             "minimax_m2",
             MINIMAX_BLOCK.replace("find_ship", "sink", 1),
-            f"<minimax:tool_call>\n{MINIMAX_CALL.replace('find_ship', 'sink')}",
+            f"<minimax:tool_call>\n{INVOKE.replace('find_ship', 'sink')}",
             ONE,
         ),
         (
@@ -576,9 +731,29 @@ GLM_CALL = "<tool_call>find_ship\n<arg_key>masts</arg_key>\n<arg_value>3</arg_va
             "",
             [("find_ship", {"name": '\n </invoke> <parameter name="x">\n'})],
         ),
+        *(
+            ("minimax_m2", MINIMAX_CALL.replace('masts">3', f'name">{text}'), "", [("find_ship", {"name": text})])
+            for text in (
+                'Like\n<invoke name="find_ship">\n<parameter name="x">\n</invoke>\nthey say',
+                '\n<parameter name="name">\n</invoke>\n</minimax:tool_c',
+                "a\n</invoke>",
+            )
+        ),
+        (
+            "minimax_m2",
+            f"{MINIMAX_BLOCK.replace('</parameter>', '')}".replace('masts">3', 'name">b\n<parameter name="masts">3'),
+            "",
+            [("find_ship", {"name": "b", "masts": 3})] * 2,
+        ),
+        (
+            "minimax_m2",
+            MINIMAX_BLOCK.replace('masts">3', 'at">{"x": "y}', 1),
+            "",
+            [("find_ship", {"at": '{"x": "y}'}), *ONE],
+        ),
         ("minimax_m2", MINIMAX_CALL.replace('masts"', 'masts" type="integer"'), "", ONE),
         ("minimax_m2", '<minimax:tool_call>\n<invoke name="find_ship"', None, []),
-        ("minimax_m2", '<invoke name="find_ship" id="1">', None, []),
+        ("minimax_m2", '<minimax:tool_call><invoke name="find_ship" id="1">', None, []),
         ("minimax_m2", "<minimax:tool_call>find_ship</minimax:tool_call>", None, []),
         ("gemma4", "<|tool_call>call:find_ship{masts:3}<tool_call|>", "", ONE),
         ("gemma4", 'so <|tool_call>call:find_ship{ "masts" : 3 , }<tool_call|>', "so", ONE),
@@ -699,7 +874,8 @@ def test_first_value_of_a_repeated_tagged_parameter_counts(tools, name, first, s
     [
         ("qwen3_coder", "<function=find_ship><parameter=masts>3</parameter><parameter=masts>4"),
         ("glm45", f"{GLM_CALL.removesuffix('</tool_call>')}<arg_key>masts</arg_key><arg_value>4"),
-        ("minimax_m2", f'{MINIMAX_CALL.removesuffix("</invoke>")}<parameter name="masts">4'),
+        ("seed_oss", "<function=find_ship><parameter=masts>3</parameter><parameter=masts>4"),
+        ("minimax_m2", f'{MINIMAX_CALL.partition("</invoke>")[0]}<parameter name="masts">4'),
     ],
 )
 def test_text_that_ends_in_a_repeated_value_leaves_the_call_open(tools, text):
@@ -725,7 +901,10 @@ def test_end_of_a_glm_call_inside_a_string_leaves_a_call_that_is_cut_off_open(en
         assert call.arguments == arguments
 
 
-@pytest.mark.parametrize(("tools", "call"), [("glm45", GLM_CALL), ("minimax_m2", MINIMAX_CALL)])
+@pytest.mark.parametrize(
+    ("tools", "call"),
+    [("glm45", GLM_CALL), ("minimax_m2", MINIMAX_CALL), ("seed_oss", SEED_CALL), ("hunyuan", HUNYUAN_CALL)],
+)
 @pytest.mark.parametrize("mentioned", ["{}", "hm\n{}\nBut no.", "hm <tool_call>find_ship", "hm\n<tool_call>\n{}"])
 @pytest.mark.parametrize("answer", ["", "so", "{}"])
 def test_calls_in_reasoning_stay_reasoning(tools, call, mentioned, answer):
@@ -735,7 +914,6 @@ def test_calls_in_reasoning_stay_reasoning(tools, call, mentioned, answer):
     assert (got.reasoning, got.content, calls(got)) == (mentioned, "" if made else answer, made)
 
 
-CODED = "<tool_call>\n<function=find_ship>\n<parameter=masts>\n3\n</parameter>\n</function>\n</tool_call>"
 UNENDED = CODED.removesuffix("</function>\n</tool_call>")
 
 
