@@ -8,6 +8,7 @@ import uuid
 from typing import NamedTuple
 
 from ..grammar.checker import Gate, refusal
+from ..grammar.rules import TooLong
 from ..grammar.schemas import MAX_WRITTEN, Grammar, constraining
 from ..grammar.tool_calls import call_grammar
 from ..http.admission import Caller
@@ -80,20 +81,23 @@ async def output_shape(
     # A budget alone does not constrain the content.
     check_accepts_grammars(model, request, field, is_free=not is_shaped and grammar is None)
     tools = await checked_tools(gate, caller, calling) if calling else {}
-    forced = await asyncio.to_thread(
-        call_grammar,
-        formats,
-        tools,
-        required=calling is not None and calling.is_required,
-        parallel=calling is None or calling.is_parallel,
-        opened=opened,
-        special=model.tokenizer.added_ids,
-        content=None if grammar is None else (grammar.kind, grammar.text),
-        budget=None if budget is None else budget[1],
-    )
-    if len(forced.text) > MAX_WRITTEN:
+    try:
+        forced = await asyncio.to_thread(
+            call_grammar,
+            formats,
+            tools,
+            required=calling is not None and calling.is_required,
+            parallel=calling is None or calling.is_parallel,
+            opened=opened,
+            special=model.tokenizer.added_ids,
+            content=None if grammar is None else (grammar.kind, grammar.text),
+            budget=None if budget is None else budget[1],
+        )
+    except TooLong as e:
         name = "the grammar of all functions and formats together"
-        raise refusal(field, f"{name} has {len(forced.text)} characters, and at most {MAX_WRITTEN} can be used")
+        raise refusal(
+            field, f"{name} has more than {MAX_WRITTEN} characters, which is the most that can be used"
+        ) from e
     whole = await gate.check(Grammar(forced.kind, forced.text, field), caller.flow, limit=MAX_WRITTEN)
     return Shape(forced.formats, whole, opened, calling, is_shaped)
 

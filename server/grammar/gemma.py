@@ -15,7 +15,7 @@ from ..parsers.parts import Schema
 from ..parsers.references import referred
 from ..parsers.tagged import TYPES
 from .rules import Lark, quoted
-from .schemas import MAX_WRITTEN, compact
+from .schemas import compact
 
 KEY = re.compile(r"[A-Za-z_$][\w$-]{0,63}", re.ASCII)
 SCALARS = ("integer", "number", "boolean", "null")  # written as in JSON, so they may have any keywords
@@ -70,9 +70,9 @@ class Writer:
         raise Inexpressible
 
     def _add(self, count: int) -> None:
-        """Count values that are about to be written. Raises Inexpressible if they or the grammar are too many."""
+        """Count values that are about to be written. Raises Inexpressible if they are too many."""
         self._count += count
-        if self._count > MAX_VALUES or self._lark.size > MAX_WRITTEN:
+        if self._count > MAX_VALUES:
             raise Inexpressible
 
     def _any(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from ..parsers.formats import BLOCKS, FIRST_TOKENS, Formats, answer
 from ..parsers.parts import Schema
+from .schemas import MAX_WRITTEN
 
 # As the engine writes JSON: without free white space, which a model could repeat forever.
 OPTIONS = {
@@ -18,6 +19,10 @@ OPTIONS = {
     "lenient": False,
 }
 LITERALS = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}  # what cannot be part of an expression in Lark
+
+
+class TooLong(Exception):
+    """A grammar would have more than MAX_WRITTEN characters."""
 
 
 class Lark:
@@ -32,7 +37,7 @@ class Lark:
         budget: int | None,
     ) -> None:
         self.rules: dict[str, str] = {}
-        self.size = 0  # characters of the numbered rules: all others are few and short
+        self._size = 0  # characters of the numbered rules: all others are few and short
         self.formats = formats
         self.opened = opened
         self.has_content = content is not None
@@ -119,10 +124,12 @@ class Lark:
         return self._add("call", " | ".join(bodies))
 
     def _add(self, prefix: str, body: str, options: str = "") -> str:
-        """Add a rule, and return its name."""
+        """Add a rule, and return its name. Raises TooLong."""
         name = f"{prefix}{len(self.rules)}"
+        self._size += len(name) + len(body)
+        if self._size > MAX_WRITTEN:
+            raise TooLong
         self.rules[f"{name}{options}"] = body
-        self.size += len(name) + len(body)
         return name
 
 

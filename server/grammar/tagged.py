@@ -11,7 +11,7 @@ from ..parsers.references import referred
 from ..parsers.tagged import MAX_STEPS, NULLS, types
 from .gemma import Inexpressible
 from .rules import Lark, quoted
-from .schemas import walk
+from .schemas import compact, walk
 
 LINE = "\n"
 SPACE = r"[ \t\r\n]*"
@@ -120,7 +120,9 @@ def _value(lark: Lark, tags: Tags, schema: Any, shared: Schema) -> str:
     """Return a rule for one value and the tag that closes it."""
     texts = _texts(schema, shared, tags.ends)
     if texts is None:
-        return f"{lark.schema({**shared, **schema})} {_closing(lark, tags)}"
+        # Not all definitions for each parameter: they may be many times as long as it is.
+        needed = shared if '"$ref"' in compact(schema) else {}
+        return f"{lark.schema({**needed, **schema})} {_closing(lark, tags)}"
     if not texts:
         lark.rules["STRING"] = tags.text
         return lark.until(tags.closes, "STRING")

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from engine import GrammarTrial, builtin
 from engine.grammar import limits, source
 from engine.grammar.table import Table
-from server.grammar.rules import Lark
+from server.grammar.rules import Lark, TooLong
 from server.grammar.schemas import MAX_WRITTEN, find_problem
 from server.grammar.tool_calls import arguments, call_grammar
 from server.parsers.formats import BLOCKS, REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters
@@ -578,20 +578,40 @@ def test_gemma_writes_what_references_share_once():
     options = {"required": True, "parallel": True, "opened": False, "special": {}}
     made = call_grammar(Formats("gemma4"), {"f": schema(50, 500)}, **options)
     assert made.formats == Formats("gemma4") and made.text.count('"499"') == 1
-    for tools in ({"f": schema(700, 8700)}, {f"f{i}": schema(50, 1900) for i in range(50)}):
-        made = call_grammar(Formats("gemma4"), tools, **options)
-        assert made.formats == Formats("json") and len(made.text) < 2 * len(json.dumps(tools))
+    tools = {"f": schema(700, 8700)}
+    made = call_grammar(Formats("gemma4"), tools, **options)
+    assert made.formats == Formats("json") and len(made.text) < 2 * len(json.dumps(tools))
 
 
-def test_rules_that_grow_beyond_the_limit_are_given_up_at_once(monkeypatch):
+@pytest.mark.parametrize("format_", ["qwen3_coder", "seed_oss", "glm45", "minimax_m2"])
+def test_definitions_are_written_only_for_the_parameters_that_refer_to_them(format_):
+    properties = {f"p{i}": {"type": "integer", "minimum": i} for i in range(600)} | {"last": {"$ref": "#/$defs/unit"}}
+    schema = {"type": "object", "properties": properties, "$defs": {"unit": {"enum": [*range(10_000, 14_000)]}}}
+    made = call_grammar(Formats(format_), {"f": schema}, required=True, parallel=True, opened=False, special={})
+    assert made.formats == Formats(format_)
+    assert made.text.count("13999") == 1
+
+
+@pytest.mark.parametrize("format_", ["qwen3_coder", "seed_oss", "glm45", "minimax_m2", "gemma4", "hermes", "json"])
+def test_rules_that_grow_beyond_the_limit_are_given_up_at_once(format_, monkeypatch):
     sizes = []
     add = Lark._add
-    monkeypatch.setattr(Lark, "_add", lambda lark, *rule: (add(lark, *rule), sizes.append(lark.size))[0])
-    inner = {"type": ["integer", "number", "boolean", "null"], "maximum": 1, "x-note": "x" * 100_000}
-    tools = {"f": {"type": "object", "properties": {"a": inner}}}
-    made = call_grammar(Formats("gemma4"), tools, required=True, parallel=True, opened=False, special={})
+    monkeypatch.setattr(Lark, "_add", lambda lark, *rule: (sizes.append(len(rule[1])), add(lark, *rule))[1])
+    options = {"required": True, "parallel": True, "opened": False, "special": {}}
+    tools = {f"f{i}": {"type": "object", "properties": {"a": {"enum": [*range(i, 1000 + i)]}}} for i in range(1000)}
+    with pytest.raises(TooLong):
+        call_grammar(Formats(format_), tools, **options)
+    assert sum(sizes) < 3 * MAX_WRITTEN  # in the model's format and as JSON
+    assert call_grammar(Formats(format_), {"f0": tools["f0"]}, **options).formats.tools == format_
+
+
+@pytest.mark.parametrize("format_", ["qwen3_coder", "glm45", "minimax_m2"])
+def test_arguments_between_tags_that_are_too_long_are_json(format_):
+    properties = {f"p{i}": {"$ref": "#/$defs/unit", "maximum": 20_000 + i} for i in range(20)}
+    schema = {"type": "object", "properties": properties, "$defs": {"unit": {"enum": [*range(10_000, 14_000)]}}}
+    made = call_grammar(Formats(format_), {"f": schema}, required=True, parallel=True, opened=False, special={})
     assert made.formats == Formats("json")
-    assert MAX_WRITTEN < max(sizes) < MAX_WRITTEN + 100_000
+    assert len(made.text) < MAX_WRITTEN // 4
 
 
 def test_choices_of_gemma_follow_their_type(small):
