@@ -74,6 +74,8 @@ class OpenRequest:
     is_sent: bool = False  # to the current engine process
     was_running: bool = False  # when an engine process died
     started: RequestStats | None = None  # the stats sent with the first token
+    preempted: int = 0  # as far as was reported, by all engine processes
+    preempted_before: int = 0  # by earlier ones
     error: EngineError | None = None
 
     def receive(self, delta: TokenDelta) -> None:
@@ -239,6 +241,7 @@ def _whole(delta: TokenDelta, entry: OpenRequest) -> TokenDelta:
     if entry.started is None:
         entry.started = delta.stats
     started = entry.started
+    entry.preempted = entry.preempted_before + delta.stats.preemptions
     stats = replace(
         delta.stats,
         arrived=entry.arrived,
@@ -246,5 +249,6 @@ def _whole(delta: TokenDelta, entry: OpenRequest) -> TokenDelta:
         first_token=started.first_token,
         cached_tokens=started.cached_tokens,
         output_tokens=len(entry.output_ids),
+        preemptions=entry.preempted,
     )
     return replace(delta, stats=stats)

@@ -3,6 +3,7 @@ download from a hub."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -107,7 +108,7 @@ def _download(
         ) from None
     except errors.RevisionNotFoundError:
         raise ModelError(f"the model {model} on {hub} has no revision {revision or 'main'!r}") from None
-    except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, errors.OfflineModeIsEnabled):
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         setting = "`local_files_only`" if local_files_only else "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else ""
         reason = f"{setting} is set" if setting else f"{hub} cannot be reached"
         raise ModelError(
@@ -116,7 +117,10 @@ def _download(
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "no")
         raise ModelError(f"{hub} returned status {status} for {model}{named}") from None
-    except (OSError, ValueError) as error:  # for example a full disk, or an invalid name
+    except Exception as error:  # a full disk, an invalid name, or what httpx raises, which has no common class
+        if not local_files_only:  # a proxy that fails is no reason not to use what is here
+            with contextlib.suppress(ModelError):
+                return _download(model, revision, patterns, ignored, local_files_only=True)
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(f"cannot download {model}{named} from {hub}: {first}") from None
     # The cache has a folder for each commit, named after it.

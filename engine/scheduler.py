@@ -304,7 +304,7 @@ class Scheduler:
             seq.cached_tokens = min(seq.num_computed, seq.prompt_len)
             self.service.start(seq.flow)
             self.service.charge(seq.flow, seq.remaining, seq.request.weight)
-            if self.config.prefix_caching:
+            if self.config.prefix_caching and not seq.needs_all:  # otherwise nothing was looked up
                 self.counters.prefix_queries += len(seq.tokens)
                 self.counters.prefix_hits += seq.num_computed
 

@@ -8,7 +8,6 @@ import errno
 import logging
 import signal
 import socket
-import subprocess
 import time
 
 from msgspec.structs import replace
@@ -30,6 +29,7 @@ WATCH_S = 0.25
 # A look that comes so much later than planned: this process did not run, and most likely the engine did not, either, as
 # in a container that was paused.
 PAUSE_S = 1.0
+EXIT_S = 0.01  # between two looks whether a process has exited
 END_S = 1.0  # between the closing of a process's socket and its exit
 # Until a killed process has exited and freed its memory. A process that the kernel cannot end must not block restarts.
 KILLED_S = 30.0
@@ -78,7 +78,7 @@ class ProcessEngine(Client):
         self._early, self._child = child, child
         self._channel: channel.Channel | None = None
         self._suspects = Suspects()
-        self._paused_s = 0.0  # since the last step: time in which this process did not run
+        self._paused_s = 0.0  # since the last step, or since there is work: time in which this process did not run
         self._down_since: float | None = None  # while a process that was ready is being replaced
 
     @property
@@ -144,15 +144,12 @@ class ProcessEngine(Client):
 
     async def _wait_for_exit(self, child: Child) -> None:
         """Wait until a process that has been killed is gone."""
-        try:
-            await asyncio.to_thread(child.process.wait, KILLED_S)
-        except subprocess.TimeoutExpired:
+        if not await _has_ended(child, KILLED_S):
             log.error("the engine's process %d was killed and does not end", child.process.pid)
 
     async def _log_end(self, child: Child) -> None:
         """Log how a process whose socket is closed has ended; it may not have exited yet."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(child.process.wait, END_S)
+        await _has_ended(child, END_S)
         log.error("the engine's process %d %s", child.process.pid, ending(child.process.returncode))
 
     async def _watch(self, child: Child) -> None:
@@ -203,6 +200,8 @@ class ProcessEngine(Client):
                         self._suspects.ran_closed()
             case channel.Alive():
                 self.status.stalled_s = message.stalled_s
+                if not message.stalled_s:  # without work there is no step that a pause has delayed
+                    self._paused_s = 0.0
                 if self.status.phase != "ready":  # during a restart the phase stays "restarting"
                     self.status.phase = "restarting" if self.info else message.phase
                     self.status.share = message.share
@@ -276,6 +275,7 @@ class ProcessEngine(Client):
         self.status.running = self.status.waiting = 0
         for entry in self._open.values():
             entry.was_running |= self._suspects.has_run(entry.request.id)
+            entry.preempted_before = entry.preempted
             entry.is_sent = False
         guilty = self._suspects.died(self._open)
         if guilty is not None:
@@ -289,6 +289,17 @@ class ProcessEngine(Client):
     def _send_abort(self, request_id: int) -> None:
         assert self._channel is not None
         self._channel.send(channel.Abort(request_id))
+
+
+async def _has_ended(child: Child, seconds: float) -> bool:
+    """Wait until a process has exited, for so many seconds at most; returns whether it has. On a machine without room
+    for another thread this works as well."""
+    until = time.monotonic() + seconds
+    while child.process.poll() is None:
+        if time.monotonic() >= until:
+            return False
+        await asyncio.sleep(EXIT_S)
+    return True
 
 
 def ending(code: int | None) -> str:

@@ -84,6 +84,8 @@ class Suspects:
 
         `open_ids`: all open requests, in arrival order.
         """
+        if not self._ran and not self._has_closed:  # it died while it loaded, or could not be started
+            return None
         ran, self._ran = self._ran, set()
         has_closed, self._has_closed = self._has_closed, False
         running = [request_id for request_id in open_ids if request_id in ran]

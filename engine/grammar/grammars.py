@@ -208,8 +208,10 @@ class Grammars:
         assert request.params.grammar is not None
         is_slow = request.compile_s > SLOW_S if request.compile_s else len(request.params.grammar[1]) > LARGE
         compiler = self.slow if is_slow else self.quick
+        # After a restart the grammars of all open requests are compiled again. An output that has begun must not end.
+        limit = None if request.output_ids else WAIT_S
         try:
-            async with asyncio.timeout(WAIT_S), compiler.turns.turn(request.flow):
+            async with asyncio.timeout(limit), compiler.turns.turn(request.flow):
                 return await loop.run_in_executor(compiler.thread, self._make, compiler, request)
         except TimeoutError:
             raise GrammarsBusy from None

@@ -18,6 +18,7 @@ from engine import (
     LocalEngine,
     ModelError,
     ProcessEngine,
+    RequestStats,
     SamplingParams,
     TokenDelta,
     supervisor,
@@ -56,6 +57,23 @@ async def test_a_reader_with_unread_tokens_gets_these_and_then_the_error():
     assert (await anext(stream)).token_ids == (6, 7)
     with pytest.raises(EngineDied):
         await asyncio.wait_for(anext(stream), 10)
+
+
+async def test_the_stats_count_preemptions_in_all_processes_of_the_engine():
+    def told(preemptions: int, **fields) -> TokenDelta:
+        stats = RequestStats(prompt_tokens=3, cached_tokens=0, output_tokens=1, arrived=0.0, preemptions=preemptions)
+        return TokenDelta(id=1, token_ids=(5,), stats=stats, **fields)
+
+    engine = ProcessEngine(CONFIG)
+    entry = engine.submit(request(1), lambda: None)
+    for preemptions in (0, 2, 3):
+        engine._receive([told(preemptions)], None)
+    engine._record_death()
+    engine._record_death()
+    engine._receive([told(1, finish_reason="length")], None)
+    delta = entry.take()
+    assert delta is not None and delta.stats is not None
+    assert delta.stats.preemptions == 4
 
 
 @pytest.mark.parametrize("kind", [LocalEngine, ProcessEngine])

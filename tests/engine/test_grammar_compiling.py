@@ -8,9 +8,10 @@ import sys
 import threading
 
 import pytest
+from msgspec.structs import replace
 
 from engine import ErrorCode, LocalEngine
-from engine.grammar import GrammarError
+from engine.grammar import GrammarError, GrammarsBusy
 from engine.grammar import compiler as compiler_module
 from engine.grammar.grammars import Grammars
 from tests.engine.grammars import CONFIG, SCHEMA, deltas, output, request
@@ -88,6 +89,20 @@ async def test_grammar_that_waits_too_long_is_a_server_error(monkeypatch):
         [delta] = await deltas(engine, request(1, SCHEMA))
         assert (delta.finish_reason, delta.code, delta.field) == ("error", ErrorCode.GRAMMARS_BUSY, None)
         held.go.set()
+
+
+async def test_an_output_that_has_begun_waits_for_its_grammar_without_a_limit(monkeypatch):
+    """After a restart of the engine the grammars of all open requests are compiled again."""
+    monkeypatch.setattr("engine.grammar.grammars.WAIT_S", 0.05)
+    held, grammars = Held(monkeypatch), Grammars(CONFIG, 2048)
+    resumed = replace(request(1, ("regex", "(?s:.*)")), output_ids=(65,))
+    waiting = asyncio.create_task(grammars.compile(resumed))
+    with pytest.raises(GrammarsBusy):
+        await grammars.compile(request(2, ("regex", "(?s:.*)")))
+    assert not waiting.done()
+    held.go.set()
+    assert (await waiting).is_accepting
+    grammars.close()
 
 
 async def test_abort_during_compilation_ends_the_request(monkeypatch):

@@ -246,6 +246,14 @@ def test_offline_and_unreachable_hubs_are_reported(site):
     assert site.fetch("ours/open", HF_ENDPOINT=nobody)[0] == files
 
 
+def test_a_proxy_that_fails_gets_a_sentence_and_what_is_in_the_cache_is_used(site):
+    failing = {"HF_ENDPOINT": "https://hub.invalid", "HTTPS_PROXY": site.url}  # it answers CONNECT with 501
+    text = site.fetch("ours/open", **failing)
+    assert text.startswith("cannot download ours/open from https://hub.invalid: ") and "501" in text
+    files, _ = site.fetch("ours/open")
+    assert site.fetch("ours/open", **failing)[0] == files
+
+
 def test_a_prepared_cache_serves_offline(site):
     cache(site.home, "theirs/model", {"config.json": b"{}", "model.safetensors": b"prepared"}, revision="v2")
     files, commit = site.fetch("theirs/model", "v2", HF_HUB_OFFLINE="1")

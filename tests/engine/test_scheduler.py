@@ -128,6 +128,9 @@ def test_the_second_of_two_equal_prompts_finds_all_but_its_last_block():
     assert driver.step() == {"b": 4}, "a shared block is never written, so the last one is computed again"
     assert driver.deltas[-1].stats.cached_tokens == 12
     assert (driver.scheduler.counters.prefix_queries, driver.scheduler.counters.prefix_hits) == (32, 12)
+    driver.add("c", range(1, 17), max_tokens=1, params={"prompt_logprobs": 0})
+    assert driver.step() == {"c": 16}, "its log-probabilities need all of the prompt"
+    assert (driver.scheduler.counters.prefix_queries, driver.scheduler.counters.prefix_hits) == (32, 12)
 
 
 def test_another_salt_finds_nothing_and_no_prefix_caching_neither():

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -32,10 +33,12 @@ from engine import (
     supervisor,
 )
 from engine.attention import choose
+from engine.channel import Alive
 from engine.machine_memory import Machine
 from engine.supervisor import ending
 from tests.engine.faulty import OTHER_MACHINE, FaultyChild, seed, stopping
 from tests.fakes import INFO
+from tests.live import WAIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -228,6 +231,38 @@ async def test_time_in_which_the_server_itself_did_not_run_does_not_count(monkey
     engine.status.stalled_s = 265.0
     await watch
     assert kills
+
+
+async def test_a_pause_without_work_does_not_count_for_a_later_step(monkeypatch):
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.001)
+    engine, kills = ProcessEngine(CONFIG, stall_s=60.0), []
+    engine.status.phase = "ready"
+    child = SimpleNamespace(process=SimpleNamespace(kill=lambda: kills.append(True)))
+    engine._paused_s = 8 * 3600.0  # the container was paused at night
+    engine._handle(Alive("ready"))
+    engine._handle(Alive("ready", stalled_s=59.0))
+    watch = asyncio.create_task(engine._watch(child))
+    await asyncio.sleep(0.1)
+    assert not kills
+    engine._handle(Alive("ready", stalled_s=61.0))
+    await asyncio.wait_for(watch, WAIT_S)
+    assert kills
+
+
+async def test_an_engine_is_replaced_on_a_machine_without_room_for_another_thread(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def work(engine):
+        reading = asyncio.create_task(read(engine, request(1, 300)))
+        while not engine.status.last_step:
+            await asyncio.sleep(0.01)
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", refuse)
+            os.kill(engine.pid, signal.SIGKILL)
+            assert len(await reading) == 300
+
+    await with_engine(work)
 
 
 def test_a_slow_machine_has_more_time_for_a_step_than_the_limit():

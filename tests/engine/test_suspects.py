@@ -102,6 +102,17 @@ def test_external_kills_convict_no_request_that_makes_progress():
         assert suspects.may_run(1) and suspects.may_run(2)
 
 
+def test_a_start_that_fails_clears_nobody():
+    suspects, guilty = Suspects(), None
+    for _ in range(2):
+        suspects.ran(1)
+        guilty = suspects.died([1, 2])
+        assert suspects.died([1, 2]) is None, "the next process could not be started"
+        if guilty is not None:
+            break
+    assert guilty == 1
+
+
 def test_request_that_was_not_running_is_no_suspect():
     suspects = Suspects()
     for _ in range(3):
