@@ -7,6 +7,7 @@ from .client import Engine, EngineStatus, OpenRequest
 from .config import EngineConfig
 from .fair_lock import FairLock
 from .files import LIST_BYTES, read_file, read_json, read_text
+from .gguf.tokenizer import PATTERNS as pre_tokenizer_patterns
 from .grammar import problem as grammar_problem
 from .grammar.trial import GrammarTrial
 from .hub import Folder, fetch
@@ -70,6 +71,7 @@ __all__ = [
     "grammar_problem",
     "measure_memory",
     "packaged_models",
+    "pre_tokenizer_patterns",
     "pull",
     "read_file",
     "read_json",

@@ -50,6 +50,12 @@ DEEPSEEK = [
     r"\p{N}+",
 ]
 DEEPSEEK_CODER = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN_AND_HANGUL, r"\p{N}"]
+# Moonlight and Kimi: Han characters are words of their own, apart from those of other scripts.
+KIMI_UPPER, KIMI_LOWER = (letters[:-1] + r"&&[^\p{Han}]]" for letters in (UPPER, LOWER))
+KIMI = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{KIMI_UPPER}*{KIMI_LOWER}+{SHORT}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{KIMI_UPPER}+{KIMI_LOWER}*{SHORT}|\p{{N}}{{1,3}}{ENDS}"
+)
 YOUTU = [
     "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
     "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -58,16 +64,33 @@ YOUTU = [
 PATTERNS = {
     name: [LLAMA3]
     for name in (
-        "glm4", "chatglm-bpe", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "lfm2", "pixtral"
+        "glm4", "chatglm-bpe", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "lfm2", "pixtral",
+        "midm-2.0",
     )
 }  # fmt: skip
-PATTERNS |= {name: [DIGITS, GPT2] for name in ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")}
-PATTERNS |= {name: [QWEN2] for name in ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez")}
-PATTERNS |= {name: [GPT2] for name in ("gpt-2", "mpt", "olmo", "jais", "phi-2", "exaone4")}
+PATTERNS |= {
+    name: [DIGITS, GPT2] for name in ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+}
+PATTERNS |= {
+    name: [QWEN2] for name in ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo", "f2llmv2")
+}
+PATTERNS |= {
+    name: [GPT2]
+    for name in (
+        "gpt-2", "mpt", "olmo", "jais", "phi-2", "exaone4", "a.x-4.0", "gigachat", "granite-docling", "mellum",
+        "trillion",
+    )
+}  # fmt: skip
 PATTERNS |= {
     "tekken": [TEKKEN],
     "gpt-4o": [O200K],
+    "kanana2": [O200K],
     "minimax-m2": [O200K],
+    "tiny_aya": [r"\d{1,3}(?=(?:\d{3})*\b)", O200K],
+    "kimi-k2": [KIMI],
+    "minicpm5": [r"\p{N}{1,3}", WORDS + r"\p{N}+" + ENDS],
+    "superbpe": [r"\p{N}+", r"(?=(\d{3})+(?!\d))"],
+    "viking": [" ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", DIGITS],
     "qwen35": [QWEN35],
     "deepseek-llm": DEEPSEEK,
     "deepseek-coder": DEEPSEEK_CODER,
@@ -77,10 +100,10 @@ PATTERNS |= {
     "seed-coder": [QWEN2.replace(r"]+[\r\n]*|", "]+|")],
     "solar-open": [QWEN2],
 }
-NORMALIZED = {"qwen2", "qwen35", "deepseek-r1-qwen", "command-r"}  # to Unicode's composed form
+NORMALIZED = {"qwen2", "qwen35", "deepseek-r1-qwen", "f2llmv2", "command-r"}  # to Unicode's composed form
 # A word that is a token is not merged.
-WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "lfm2", "pixtral", "youtu"}
-BEGUN = WHOLE_WORDS - {"youtu"}  # texts begin with bos if no key says otherwise
+BEGUN = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "lfm2", "pixtral", "midm-2.0"}
+WHOLE_WORDS = BEGUN | {"youtu", "minicpm5", "kimi-k2"}
 # Tokens that end an answer though the file may name only one of them as its end.
 END_TOKENS = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",

@@ -1,6 +1,6 @@
 """`python -m server.tokenization.convert SOURCE TARGET`: converts older tokenizer files to tokenizer.json.
 
-A process of its own, because transformers, which reads the older formats, takes time and memory to import.
+A process of its own, because transformers, which reads most of the older formats, takes time and memory to import.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from . import tiktoken_model
+
 MAX_BYTES = 8 << 30  # of address space: the largest vocabularies need 1 GiB, and libraries reserve more
 
 
@@ -20,17 +22,13 @@ def main(source: Path, target: Path) -> None:
     """Convert the tokenizer of the folder `source` into the new folder `target`, or exit with a one-line reason."""
     with contextlib.suppress(ValueError, OSError):  # the limit is lower already, or the system is macOS
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    is_tiktoken = (source / tiktoken_model.FILE).is_file()
     needed = [name for name in ("sentencepiece", "google.protobuf") if not _has(name)]
-    if needed and any(path.name != "tiktoken.model" for path in source.glob("*.model")):
+    if needed and not is_tiktoken and any(source.glob("*.model")):
         sys.exit("a sentencepiece model needs two more packages: pip install sentencepiece protobuf")
-    from transformers import AutoTokenizer
-
     folder = Path(tempfile.mkdtemp(prefix=target.name, dir=target.parent))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-        if not hasattr(tokenizer, "backend_tokenizer"):
-            raise ValueError(f"{type(tokenizer).__name__} cannot be written as a tokenizer.json")
-        tokenizer.save_pretrained(folder)
+        (tiktoken_model.convert if is_tiktoken else _by_transformers)(source, folder)
         folder.rename(target)  # readers see the complete folder or none
     except Exception as error:
         if not target.is_dir():  # otherwise another process has converted it
@@ -41,6 +39,15 @@ def main(source: Path, target: Path) -> None:
             )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _by_transformers(source: Path, target: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError(f"{type(tokenizer).__name__} cannot be written as a tokenizer.json")
+    tokenizer.save_pretrained(target)
 
 
 def _has(name: str) -> bool:

@@ -79,7 +79,7 @@ class ByteDecoder:
     def __init__(self, library: tokenizers.Tokenizer, shape: ByteShape) -> None:
         self._library = library
         self._shape = shape
-        self._byte_of = _byte_of_character() if shape.byte_level else None
+        self._byte_of = byte_of_character() if shape.byte_level else None
         self._known: dict[int, bytes] = {}  # a cache, since most of a vocabulary is never used
 
     def piece(self, token_id: int, after: int | None) -> bytes | None:
@@ -238,7 +238,7 @@ def _token(library: tokenizers.Tokenizer, token_id: int) -> str | None:
     return library.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """The characters of byte-level vocabularies: printable Latin-1 is itself, the other bytes start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -287,7 +287,7 @@ def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     if not any((folder / name).is_file() for name in SOURCES):
         raise ModelError(
             f"{folder} has no tokenizer: neither tokenizer.json nor files to make it from "
-            "(vocab.json with merges.txt, or tokenizer.model)."
+            "(vocab.json with merges.txt, tokenizer.model, or tiktoken.model)."
         )
     cached = cache_root() / f"tokenizer-{_fingerprint(folder)}"
     try:
