@@ -41,10 +41,10 @@ SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 GRAPH_BYTES, LAUNCH_BYTES = 256 << 10, 16 << 10
 LAYER_LAUNCHES, EXPERT_LAUNCHES, BESIDE_LAUNCHES, NORM_LAUNCHES, INPUT_LAUNCHES = 10, 3, 12, 2, 5
 # More: of a layer with a mixer, of gated attention, of the scales of what is added to the residual stream, of latent
-# attention; of an MLP of all tokens beside experts, as many of its gate, and of experts that are chosen in groups; and
-# of a step beside its layers: the embedding, its scale, and the last sum.
+# attention; of an MLP of all tokens beside experts, and as many of its gate; and of a step beside its layers: the
+# embedding, its scale, and the last sum.
 MIXER_LAUNCHES, GATE_LAUNCHES, SCALE_LAUNCHES, LATENT_LAUNCHES = 1, 1, 2, 5
-SHARED_LAUNCHES, GROUP_LAUNCHES, END_LAUNCHES = 3, 15, 3
+SHARED_LAUNCHES, END_LAUNCHES = 3, 3
 WORKSPACE_BYTES, POOL_BYTES = 32 << 20, 64 << 20
 # The launches of the graphs of a number of drawing rows, and the tables of counts of a row, see TritonLogits.
 DRAW_LAUNCHES, DRAW_TABLES = 48, 64 << 10
@@ -140,7 +140,6 @@ def graph_reserve(spec: ModelSpec, config: EngineConfig, backend: type[Attention
     if (experts := decoder.experts) is not None:
         of_layer += EXPERT_LAUNCHES + BESIDE_LAUNCHES * experts.is_beside
         of_layer += SHARED_LAUNCHES * (bool(experts.shared) + bool(experts.shared_gate))
-        of_layer += GROUP_LAUNCHES * (experts.sigmoids is not None and experts.sigmoids.groups > 1)
     # The graphs share their intermediate results, and the copy of the hidden states that they return.
     shared = sizes.largest * (_token_bytes(spec) + decoder.hidden_size * spec.dtype.itemsize)
     # The logits stay in memory of their own; the head's result and the weights are intermediate results.

@@ -556,6 +556,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v2": ("deepseek_v2", {**BASE, **LATENT, **LATENT_EXPERTS, "q_lora_rank": None}),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        {
+            **BASE,
+            **LATENT,
+            **LATENT_EXPERTS,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+        },
+    ),
     "deepseek_v3": ("deepseek_v3", {**BASE, **LATENT, **LATENT_EXPERTS, "norm_topk_prob": False}),
     "deepseek_v3-groups": (
         "deepseek_v3",
@@ -688,6 +700,7 @@ FLOAT32_ONLY = (
     "granitemoehybrid-nope",
     "qwen3_next",
     "deepseek_v2",
+    "deepseek_v2-groups",
     "deepseek_v3",
     "deepseek_v3-groups",
     "glm4_moe_lite",

@@ -59,11 +59,13 @@ def deepseek2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     if experts := keys.number("expert_count", 0):
         name = "DeepseekV3" if _has_sigmoids(keys) else "DeepseekV2"
         found |= _experts(keys, config, experts)
-        if name == "DeepseekV2" and (found["n_group"] > 1 or found["norm_topk_prob"]):
-            raise ModelError(
-                "the GGUF file's experts are chosen by groups of a softmax, or their weights add up to 1, which is "
-                "not supported; use the model's safetensors files"
-            )
+        if name == "DeepseekV2":
+            found["topk_method"] = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
+            if found["norm_topk_prob"]:
+                raise ModelError(
+                    "the GGUF file's experts have weights of a softmax, divided by their sum, which is not supported; "
+                    "use the model's safetensors files"
+                )
     model_types = {"Youtu": "youtu", "DeepseekV3": "deepseek_v3", "DeepseekV2": "deepseek_v2"}
     return {
         **found,

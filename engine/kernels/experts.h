@@ -22,6 +22,7 @@ struct Mix {
   float* logits = nullptr;     // [tokens, count]
   float* weights = nullptr;    // [tokens, active]
   float* gates = nullptr;      // [tokens], of what is shared, if it has a gate
+  float* sums = nullptr;       // [tokens, groups], if there are several: what groups are chosen by
   int32_t* chosen = nullptr;   // [tokens, active]
   int32_t* places = nullptr;   // [tokens, active]: where a token's results are
   int32_t* sources = nullptr;  // [tokens * active]: the token of each result; those of an expert follow each other
@@ -42,8 +43,32 @@ struct Mix {
     take(places, tokens * m.active), take(sources, tokens * m.active), take(firsts, m.count + 1);
     take(gathered, tokens * hidden), take(inner, tokens * (m.inner > m.shared ? m.inner : m.shared));
     take(gates, m.shared_gate.multiply ? tokens : 0), take(shared, m.shared ? tokens * hidden : 0);
+    take(sums, m.groups > 1 ? tokens * m.groups : 0);
     take(results, tokens * m.active * hidden);
     return at;
+  }
+
+  float rank(const float* scores, int64_t e) const { return m.correction ? scores[e] + m.correction[e] : scores[e]; }
+
+  // Exclude the experts outside of the best groups: those with the largest rank, or with sigmoids the largest sum of two.
+  void exclude(int64_t token) const {
+    float *scores = logits + token * m.count, *sum = sums + token * m.groups;
+    const int64_t size = m.count / m.groups;
+    for (int64_t g = 0; g < m.groups; ++g) {
+      float first = -__builtin_inff(), second = first;
+      for (int64_t e = g * size; e < (g + 1) * size; ++e) {
+        const float own = rank(scores, e);
+        if (own > first) second = first, first = own;
+        else if (own > second) second = own;
+      }
+      sum[g] = m.sigmoid ? first + second : first;
+    }
+    for (int64_t g = 0; g < m.groups; ++g) {
+      int64_t better = 0;
+      for (int64_t other = 0; other < m.groups; ++other)
+        better += sum[other] > sum[g] || (sum[other] == sum[g] && other < g);
+      for (int64_t e = g * size; e < (g + 1) * size && better >= m.kept; ++e) scores[e] = -__builtin_inff();
+    }
   }
 
   // Choose a token's experts, the best first; among equals the first one is better.
@@ -64,14 +89,15 @@ struct Mix {
         put(scores + e, divide(get(scores + e, m.count - e), set1(sum)), m.count - e);
       sum = 1.0f;
     }
+    if (m.groups > 1) exclude(token);
     for (int64_t k = 0; k < m.active; ++k) {
       int64_t best = -1;
       float most = 0;
       for (int64_t e = 0; e < m.count; ++e) {
         bool is_taken = false;
         for (int64_t j = 0; j < k; ++j) is_taken |= own[j] == e;
-        const float rank = m.correction ? scores[e] + m.correction[e] : scores[e];
-        if (!is_taken && (best < 0 || rank > most)) best = e, most = rank;
+        const float own_rank = rank(scores, e);
+        if (!is_taken && (best < 0 || own_rank > most)) best = e, most = own_rank;
       }
       own[k] = (int32_t)best;
       weight[k] = m.sigmoid ? scores[best] : scores[best] / sum;

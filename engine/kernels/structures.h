@@ -91,6 +91,7 @@ struct Mixture {
   Multiplied shared_gate;                  // to one float32 number, by whose sigmoid that is multiplied; or null
   const float* correction;                 // [count], added to weights when experts are chosen; or null
   int64_t count, active;                   // experts, and those of a token
+  int64_t groups, kept;                    // of experts, and those from which a token's are chosen
   int64_t inner, shared;                   // inner sizes of an expert, and of the MLP
   int32_t sigmoid, normalized;  // weights are sigmoids, else a softmax over all experts; a token's add up to 1
   float scale;                  // of the weights

@@ -123,6 +123,8 @@ class Mixture(ctypes.Structure):
         ("correction", ctypes.c_void_p),
         ("count", ctypes.c_int64),
         ("active", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("kept", ctypes.c_int64),
         ("inner", ctypes.c_int64),
         ("shared", ctypes.c_int64),
         ("sigmoid", ctypes.c_int32),

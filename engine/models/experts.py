@@ -20,12 +20,16 @@ from .sigmoid import sigmoid
 from .squared import Squared, first_layer
 
 
-class Sigmoids(NamedTuple):
-    """How experts are chosen by sigmoids, see ExpertKeys."""
+class Choosing(NamedTuple):
+    """How a token's experts are chosen, see ExpertKeys."""
 
-    groups: int  # of as many experts each
-    kept: int  # groups that a token's experts are chosen from: those with the largest sums of two
-    scale: float  # of the weights
+    has_sigmoids: bool = False  # False: a softmax
+    groups: int = 1  # of as many experts each
+    kept: int = 1  # groups that a token's experts are chosen from: those of the largest weight; of sigmoids sum of two
+    scale: float = 1.0  # of the weights
+
+
+SOFTMAX = Choosing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class ExpertsSpec:
     names: tuple[str, str, str, str]  # see ExpertKeys
     has_bias: bool = False  # of router and experts
     clamp: Clamp | None = None
-    sigmoids: Sigmoids | None = None  # None: a softmax
+    choosing: Choosing = SOFTMAX
     corrects: bool = False  # see ExpertKeys
     shared: int = 0  # intermediate size of the MLP beside the experts; 0: there is none
     shared_names: tuple[str, str, str] = ("", "", "")  # of its gate, up and down in checkpoints
@@ -64,7 +68,7 @@ class ExpertsSpec:
     @property
     def has_correction(self) -> bool:
         """Whether a bias is added to the weights by which experts are chosen."""
-        return self.corrects or self.sigmoids is not None
+        return self.corrects or self.choosing.has_sigmoids
 
     def num_params(self, hidden: int) -> int:
         """Return the number of a layer's weights beside those of the experts' matrices."""
@@ -164,8 +168,8 @@ class Experts:
         return self._mixture
 
     def _described(self) -> Mixture | None:
-        spec, sigmoids = self.spec, self.spec.sigmoids
-        if self._kernels is None or self.scales is not None or (sigmoids is not None and sigmoids.groups > 1):
+        spec, choosing = self.spec, self.spec.choosing
+        if self._kernels is None or self.scales is not None:
             return None
         gates = [] if self.shared_gate is None else [self.shared_gate]
         linears = [self.router, *gates, *(self.shared or ()), *self.gate_ups, *self.downs]
@@ -187,44 +191,31 @@ class Experts:
             correction,
             spec.count,
             spec.active,
+            choosing.groups,
+            choosing.kept,
             spec.inner,
             spec.shared,
-            sigmoids is not None,
+            choosing.has_sigmoids,
             spec.is_normalized,
-            1.0 if sigmoids is None else sigmoids.scale,
+            choosing.scale,
             spec.epsilon,
         )
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights of each token's experts, largest first, and their numbers: [tokens, active]."""
-        logits = self.router(x)
+        choosing, logits = self.spec.choosing, self.router(x)
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        if self.spec.sigmoids is None:
-            shares = logits.softmax(-1, dtype=wide)
-            ranked = shares if self.correction is None else shares + self.correction
-            chosen = ranked.topk(self.spec.active, -1).indices
-            weights = shares.gather(1, chosen)
-        else:
-            weights, chosen = self._by_sigmoids(logits.to(wide), self.spec.sigmoids)
+        scores = sigmoid(logits.to(wide), self._kernels) if choosing.has_sigmoids else logits.softmax(-1, dtype=wide)
+        ranked = scores if self.correction is None else scores + self.correction
+        if choosing.groups > 1:
+            ranked = _of_best_groups(ranked, choosing)
+        chosen = ranked.topk(self.spec.active, -1).indices
+        weights = scores.gather(1, chosen)
         if self.spec.is_normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + self.spec.epsilon)
         if self.scales is not None:
             weights = weights * self.scales[chosen].to(weights.dtype)
-        return weights if self.spec.sigmoids is None else weights * self.spec.sigmoids.scale, chosen
-
-    def _by_sigmoids(self, logits: Tensor, how: Sigmoids) -> tuple[Tensor, Tensor]:
-        """Return the sigmoids of each token's experts, and their numbers: [tokens, active]."""
-        assert self.correction is not None
-        scores = sigmoid(logits, self._kernels)
-        ranked = scores + self.correction
-        if how.groups > 1:
-            groups = ranked.unflatten(-1, (how.groups, -1))
-            best = groups.topk(2, -1).values
-            kept = (best[..., 0] + best[..., 1]).topk(how.kept, -1).indices
-            outside = torch.ones(groups.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
-            ranked = groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
-        chosen = ranked.topk(self.spec.active, -1).indices
-        return scores.gather(1, chosen), chosen
+        return weights * choosing.scale, chosen
 
     def parts(self, prefix: str) -> list[tuple[str, Linear, int, int]]:
         """Return checkpoint names and places of the weights, as Layer.parts."""
@@ -274,6 +265,15 @@ class Experts:
         for (_, last), columns in zip(pairs, inner, strict=True):
             down = None if bits is None else Quantization(bits.down, columns, grouped=bits.grouped)
             last.pack(kernels, quantization=down, in_file=in_file.get(last))
+
+
+def _of_best_groups(ranked: Tensor, choosing: Choosing) -> Tensor:
+    """Return the ranks of each token's experts, those outside of the best groups replaced: [tokens, experts]."""
+    groups = ranked.unflatten(-1, (choosing.groups, -1))
+    sums = groups.topk(2 if choosing.has_sigmoids else 1, -1).values.sum(-1)
+    kept = sums.topk(choosing.kept, -1).indices
+    outside = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, kept, False)
+    return groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 class Beside:

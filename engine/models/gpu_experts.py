@@ -44,8 +44,7 @@ class RoutedExperts:
         self._experts, self._activation = experts, activation
         self._up = Grouped(experts.gate_ups)
         self._down = Grouped(experts.downs)
-        sigmoids = self.spec.sigmoids
-        self._scale = self.spec.scale * (1.0 if sigmoids is None else sigmoids.scale)
+        self._scale = self.spec.scale * self.spec.choosing.scale
         self._choose_constants = _choose_constants(self.spec, has_scales=experts.scales is not None)
         self._combine_constants = _combine_constants(
             experts.hidden, self.spec.active, has_shared=bool(self.spec.shared)
@@ -78,10 +77,6 @@ class RoutedExperts:
 
     def route(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights of each token's experts, float32, and their numbers, int32: [tokens, active]."""
-        spec = self.spec
-        if spec.sigmoids is not None and spec.sigmoids.groups > 1:
-            weights, chosen = self._experts.route(normed)
-            return (weights * spec.scale).float(), chosen.int()
         return self.choose(self.router(normed))
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,12 +107,14 @@ class RoutedExperts:
 
 @functools.cache
 def _choose_constants(spec: ExpertsSpec, *, has_scales: bool) -> dict[str, Any]:
-    count = power_of_two(spec.count)
+    choosing = spec.choosing
+    groups, size = power_of_two(choosing.groups), power_of_two(spec.count // choosing.groups)
     return {
-        "EXPERTS": spec.count, "EXPERTS_P": count, "ACTIVE": spec.active, "ACTIVE_P": power_of_two(spec.active),
-        "SIGMOID": spec.sigmoids is not None, "CORRECT": spec.has_correction, "NORMALIZE": spec.is_normalized,
+        "EXPERTS": spec.count, "ACTIVE": spec.active, "ACTIVE_P": power_of_two(spec.active),
+        "GROUPS": choosing.groups, "GROUPS_P": groups, "KEPT": choosing.kept, "SIZE_P": size,
+        "SIGMOID": choosing.has_sigmoids, "CORRECT": spec.has_correction, "NORMALIZE": spec.is_normalized,
         "SCALES": has_scales,
-        "num_warps": warps(count),
+        "num_warps": warps(groups * size),
     }  # fmt: skip
 
 

@@ -36,18 +36,18 @@ LATENT_FAMILIES = {
 }
 DEEPSEEK = LATENT_FAMILIES["DeepseekV3ForCausalLM"]
 LATENT_FAMILIES |= {
-    # The larger models of this architecture choose experts by groups of a softmax: transformers computes those.
     "DeepseekV2ForCausalLM": replace(
         DEEPSEEK,
-        only=(
-            *DEEPSEEK.only,
-            ("mlp_bias", False),
-            ("topk_method", "greedy"),
-            ("norm_topk_prob", False),
-            ("routed_scaling_factor", 1.0),
-        ),
+        only=(*DEEPSEEK.only, ("mlp_bias", False), ("norm_topk_prob", False)),
         max_positions=2048,
-        experts=ExpertKeys(EXPERT_NAMES, is_normalized=False, shared=SHARED_EXPERTS, num_shared=2, first_dense=0),
+        experts=ExpertKeys(
+            EXPERT_NAMES,
+            is_normalized=False,
+            names_method=True,
+            shared=SHARED_EXPERTS,
+            num_shared=2,
+            first_dense=0,
+        ),
     ),
     "Glm4MoeLiteForCausalLM": replace(
         DEEPSEEK,

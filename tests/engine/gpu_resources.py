@@ -97,9 +97,9 @@ LAYERS = {
     "wide": layer(16, 1, 512),
     "wide, 20 heads": layer(20, 1, 512),
     "wide, 32 heads": layer(32, 1, 512),
-    "DeepSeek V2 Lite": AttentionLayer(16, 1, 576, 512, scale=1.0),
-    "GLM 4.7 Flash": AttentionLayer(20, 1, 576, 512, scale=1.0),
-    "DeepSeek V3": AttentionLayer(128, 1, 576, 512, scale=1.0),
+    "DeepSeek V2 Lite": AttentionLayer(16, 1, 576, 512, scale=1.0, values_in_keys=True),
+    "GLM 4.7 Flash": AttentionLayer(20, 1, 576, 512, scale=1.0, values_in_keys=True),
+    "DeepSeek V3": AttentionLayer(128, 1, 576, 512, scale=1.0, values_in_keys=True),
 }
 # Other rotations of the heads of Llama 8B: what they have that its own do not.
 TURNS = {
@@ -225,7 +225,7 @@ def store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> Argu
     signature = {"k_ptr": "*" + NAMES[dtype], "v_ptr": "*" + NAMES[dtype], "slots_ptr": "*i64"}
     signature |= {"cache_ptr": "*" + NAMES[cache], "scales_ptr": "*fp32" if cache in LARGEST else "*" + NAMES[cache]}
     constants = {
-        "DIM": layer.head_dim, "V_DIM": layer.v_head_dim, "DIM_P": padded(layer.head_dim),
+        "DIM": layer.head_dim, "V_DIM": layer.stored_v_dim, "DIM_P": padded(layer.head_dim),
         "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "SCALED": cache in LARGEST,
     }  # fmt: skip
     return signature, constants
@@ -322,7 +322,8 @@ def chosen(count: int, active: int, *, arch: int) -> Arguments:
     signature = {"logits_ptr": "*fp32", "correction_ptr": "*fp32", "weights_ptr": "*fp32", "chosen_ptr": "*i32"}
     signature["scales_ptr"] = "*bf16"
     constants = {
-        "EXPERTS": count, "EXPERTS_P": power_of_two(count), "ACTIVE": active, "ACTIVE_P": power_of_two(active),
+        "EXPERTS": count, "ACTIVE": active, "ACTIVE_P": power_of_two(active),
+        "GROUPS": 8, "GROUPS_P": 8, "KEPT": 4, "SIZE_P": power_of_two(count // 8),
         "SIGMOID": True, "CORRECT": True, "NORMALIZE": True, "SCALES": True, "DEPENDENT": arch >= 90,
     }  # fmt: skip
     return signature | {"scale": "fp32"}, constants

@@ -24,7 +24,7 @@ from engine.kernels.gpu import storing as storing_kernels
 from engine.models import gpu_choice, gpu_experts, gpu_weights, skinny, weight_trial
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
-from engine.models.experts import Experts, Sigmoids
+from engine.models.experts import Choosing, Experts
 from engine.models.gpu_experts import RoutedExperts, objection
 from engine.models.gpu_form import Form
 from engine.models.gpu_weights import GPUProduct, random_weight
@@ -35,8 +35,7 @@ from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, Calls, cache
 from tests.engine.interpreter import prepare
 from tests.engine.recorder import Recorder
 from tests.engine.test_attention import CPU
-from tests.engine.test_experts import KINDS as OWN_KINDS
-from tests.engine.test_experts import random_experts
+from tests.engine.test_experts import KINDS, random_experts
 from tests.models import load_model, make
 
 prepare()
@@ -56,10 +55,6 @@ def experts_of(dtype: torch.dtype = torch.float32, hidden: int = 40, **changes: 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
-
-
-GROUPS: dict[str, Any] = {"count": 6, "sigmoids": Sigmoids(3, 2, 2.5), "shared": 32}
-KINDS = {**OWN_KINDS, "sigmoids in groups, and a shared MLP": GROUPS}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +212,7 @@ def load(folder: Any, dtype: str = "float32", **settings: Any) -> Decoder:
 
 
 def test_a_trial_finds_products_and_choices_that_are_wrong(monkeypatch):
-    experts = experts_of(sigmoids=Sigmoids(1, 1, 2.5), scale=0.5)
+    experts = experts_of(choosing=Choosing(True, scale=2.5), scale=0.5)
     assert gpu_experts.trial(experts, "silu") is None
     assert "wrong results of experts" in str(gpu_experts.trial(experts, "gelu"))
     choose = RoutedExperts.choose

@@ -83,6 +83,7 @@ async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, i
         ("nemotron_h-experts", "bfloat16", "none", "auto"),
         ("nemotron_h-experts", "bfloat16", "int8", "auto"),
         ("deepseek_v2", "float32", "none", "auto"),
+        ("deepseek_v2-groups", "bfloat16", "none", "auto"),
         ("deepseek_v3", "bfloat16", "int8", "int8"),
         ("deepseek_v3-groups", "bfloat16", "none", "auto"),
         ("youtu", "bfloat16", "int4", "auto"),

@@ -16,7 +16,7 @@ from engine import EngineConfig, ModelError, models, plan
 from engine.kernels.library import choose
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
-from engine.models.experts import Experts, ExpertsSpec, Sigmoids
+from engine.models.experts import Choosing, Experts, ExpertsSpec
 from engine.models.families import FAMILIES
 from engine.models.fused import Fused
 from engine.models.layers import Clamp, Gated, Linear
@@ -150,10 +150,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "one expert per token": {"active": 1},
     "all experts": {"active": 5},
     "biases and a clamp": {"has_bias": True, "clamp": Clamp(0.5, 1.7)},
-    "sigmoids": {"sigmoids": Sigmoids(1, 1, 2.5)},
+    "sigmoids": {"choosing": Choosing(True, scale=2.5)},
+    "sigmoids in groups": {"count": 12, "active": 3, "choosing": Choosing(True, 4, 2, 2.5)},
+    "softmax in groups": {"count": 9, "active": 4, "is_normalized": False, "choosing": Choosing(False, 3, 2, 16.0)},
     "softmax and a correction": {"corrects": True},
     "scaled results and a shared MLP": {"scale": 0.25, "shared": 32},
-    "no gates": {"names": ("gate", "", "{}.up", "{}.down"), "sigmoids": Sigmoids(1, 1, 2.5), "shared": 32},
+    "no gates": {"names": ("gate", "", "{}.up", "{}.down"), "choosing": Choosing(True, scale=2.5), "shared": 32},
 }
 
 
@@ -200,7 +202,7 @@ def test_our_kernel_computes_what_is_computed_expert_by_expert(kind, dtype, tole
 
 
 def test_a_token_has_the_same_bits_among_any_others_in_our_kernel():
-    experts = packed(torch.bfloat16, 72, count=20, active=4, sigmoids=Sigmoids(1, 1, 2.5), shared=32)
+    experts = packed(torch.bfloat16, 72, count=20, active=4, choosing=Choosing(True, scale=2.5), shared=32)
     x = torch.randn(90, 72, generator=torch.Generator().manual_seed(2)).bfloat16()
     whole = experts(x, x)
     for first, last in ((0, 1), (89, 90), (7, 40), (1, 90)):
@@ -222,9 +224,7 @@ def test_the_first_of_equal_experts_is_chosen_by_our_kernel():
     torch.testing.assert_close(found, (want[0] + want[1]) / 2)
 
 
-def test_groups_and_shapes_that_our_kernel_does_not_take():
-    experts = packed(torch.float32, 40, count=6, sigmoids=Sigmoids(3, 2, 1.0))
-    assert experts.mixture() is None and experts(torch.ones(2, 40), torch.ones(2, 40)).shape == (2, 40)
+def test_shapes_that_our_kernel_does_not_take():
     experts = packed(torch.float32, 40)
     with pytest.raises(ValueError, match=r"of torch\.bfloat16 for"):
         experts(torch.ones(2, 40).bfloat16(), torch.ones(2, 40).bfloat16())
@@ -357,6 +357,20 @@ def test_experts_of_qwen3_vl_may_be_transposed_or_not(tmp_path):
     assert torch.equal(one, other)
 
 
+# -- DeepSeek-V2 ------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_expert_of_each_group_decides_which_groups_a_softmax_chooses_from():
+    """With sums of two the first group would come before the second; without groups expert 0 would be chosen."""
+    spec = ExpertsSpec(6, 2, 4, False, frozenset(), ("", "", "up", ""), choosing=Choosing(False, 3, 1, 16.0))
+    experts = Experts(6, spec, torch.float32, CPU, activation="relu")
+    experts.router.weight.copy_(torch.eye(6))
+    x = torch.tensor([[3.0, 2.9, 3.1, -1.0, 0.0, 0.0]])
+    weights, chosen = experts.route(x)
+    assert chosen.tolist() == [[2, 3]]
+    assert torch.allclose(weights, 16.0 * x.softmax(-1)[:, 2:4])
+
+
 # -- GLM-4.5 ----------------------------------------------------------------------------------------------------------
 
 GLM = {**BASE, **GLM4_MOE, "architectures": ["Glm4MoeForCausalLM"]}
@@ -365,7 +379,7 @@ GLM = {**BASE, **GLM4_MOE, "architectures": ["Glm4MoeForCausalLM"]}
 @pytest.mark.parametrize("kernels", [None, choose("auto", CPU, torch.float32).kernels], ids=["torch", "ours"])
 def test_sigmoids_and_a_correction_choose_experts_of_the_best_groups(kernels):
     """The correction decides who is chosen, not the weights."""
-    spec = ExpertsSpec(6, 2, 4, False, frozenset(), ("", "", "up", ""), sigmoids=Sigmoids(3, 1, 2.5))
+    spec = ExpertsSpec(6, 2, 4, False, frozenset(), ("", "", "up", ""), choosing=Choosing(True, 3, 1, 2.5))
     experts = Experts(6, spec, torch.float32, CPU, activation="relu")
     experts.router.weight.copy_(torch.eye(6))
     assert experts.correction is not None
@@ -512,7 +526,7 @@ def test_mlp_layer_types_say_which_layers_have_experts():
     ):
         spec = read_spec({**EXAONE, **changes}, EngineConfig(model=""))
         assert spec is not None and spec.decoder is not None and spec.decoder.experts is not None
-        assert spec.decoder.experts.dense == dense and spec.decoder.experts.sigmoids == Sigmoids(1, 1, 2.5)
+        assert spec.decoder.experts.dense == dense and spec.decoder.experts.choosing == Choosing(True, scale=2.5)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ ARCHITECTURES = {
     "glm4_moe-groups": "glm4moe",
     "glm4": "glm4",
     "deepseek_v2": "deepseek2",
+    "deepseek_v2-groups": "deepseek2",
     "deepseek_v3": "deepseek2",
     "deepseek_v3-groups": "deepseek2",
     "youtu": "deepseek2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from engine import EngineConfig, ModelError
+from engine.attention.cpu import Paged
+from engine.build import build, describe
 from engine.gguf.checkpoint import GgufCheckpoint
 from engine.gguf.folder import folder_of
 from engine.kernels.head_products import HeadProducts
+from engine.machine_memory import Machine
 from engine.models.latent_layer import ByTorch
 from engine.models.spec import ModelSpec, read_spec
 from tests.engine.test_gguf_architectures import ARCHITECTURES
@@ -46,14 +50,43 @@ def spec_of(kind: str, **changes: Any) -> ModelSpec:
 # -- config.json ------------------------------------------------------------------------------------------------------
 
 
-def test_the_cache_of_a_token_has_a_latent_and_the_rotated_part_of_keys_as_the_key_and_the_latent_as_the_value():
+def test_the_cache_of_a_token_has_a_latent_and_the_rotated_part_of_keys_as_the_key_which_has_the_value():
     spec = spec_of("deepseek_v2", **PUBLISHED, num_hidden_layers=27, dtype="bfloat16")
     assert {(each.num_heads, each.num_kv_heads, each.head_dim, each.v_head_dim) for each in spec.layers} == {
         (16, 1, 576, 512)
     }
-    assert spec.kv_bytes_per_token == 27 * (576 + 512) * 2
+    assert spec.kv_bytes_per_token == 27 * 576 * 2
     of_all_heads = 27 * 16 * (192 + 128) * 2
-    assert spec.kv_bytes_per_token * 4 < of_all_heads
+    assert spec.kv_bytes_per_token * 8 < of_all_heads
+    assert sum(Paged.as_cached(layer).bytes(torch.bfloat16) for layer in spec.layers) == 27 * (576 + 512) * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "numbers"),
+    [("cuda", "reference", 576), ("cpu", "reference", 576), pytest.param("cpu", "cpu", 1088, marks=needs_library)],
+)
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_the_plan_counts_a_latent_once_unless_the_cpu_kernels_need_it_twice(
+    tmp_path, monkeypatch, kind, attention, numbers, *, kv_dtype
+):
+    source = {**BASE, **LATENT, **LATENT_EXPERTS, **PUBLISHED, "architectures": [MODEL_TYPES["deepseek_v2"]]}
+    (tmp_path / "config.json").write_text(json.dumps({**source, "num_hidden_layers": 27, "dtype": "bfloat16"}))
+    monkeypatch.setattr("engine.build.pick_device", lambda name: torch.device(kind))
+    config = EngineConfig(model=str(tmp_path), attention=attention, kv_dtype=kv_dtype, kv_cache_memory=1 << 30)
+    found = describe(config, weights=False).arrange(Machine(kind, 64 << 30, 64 << 30))
+    line = numbers * 2 if kv_dtype == "auto" else numbers + 4 * (1 + (numbers == 1088))
+    assert found.kv_bytes_per_token == 27 * line
+    assert found.num_blocks == (1 << 30) // (config.block_size * 27 * line)
+
+
+@pytest.mark.parametrize("attention", [pytest.param("cpu", marks=needs_library), "reference"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_an_engine_allocates_what_its_plan_counts(tmp_path, attention, kv_dtype):
+    folder = str(make("youtu", tmp_path))
+    built = build(EngineConfig(model=folder, device="cpu", attention=attention, kv_dtype=kv_dtype, num_blocks=11))
+    allocated = sum(layer.tensor.untyped_storage().nbytes() for layer in built.runner.cache.layers)
+    assert allocated == 11 * built.config.block_size * built.info.kv_bytes_per_token
+    assert built.info.kv_cache_bytes == allocated
 
 
 def test_scores_are_scaled_by_the_size_of_a_heads_keys_not_by_that_in_the_cache():
@@ -80,8 +113,17 @@ def test_yarn_scales_scores_as_it_does_those_of_deepseek_v2():
         ("deepseek_v3", {"v_head_dim": -1}, "v_head_dim must be a positive whole number, not -1"),
         ("deepseek_v3", {"n_group": 3}, "8 experts cannot be divided into 3 groups"),
         ("deepseek_v3", {"attention_bias": True}, "needs attention_bias to be False for DeepseekV3ForCausalLM"),
-        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "needs topk_method to be greedy"),
-        ("deepseek_v2", {"routed_scaling_factor": 16.0}, "needs routed_scaling_factor to be 1.0"),
+        (
+            "deepseek_v2",
+            {"topk_method": "noaux_tc"},
+            "topk_method must be greedy or group_limited_greedy, not noaux_tc",
+        ),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 3},
+            "8 experts cannot be divided into 3 groups",
+        ),
+        ("deepseek_v2", {"norm_topk_prob": True}, "needs norm_topk_prob to be False"),
     ],
 )
 def test_sizes_that_no_model_has_and_what_only_transformers_computes_get_a_sentence(kind, changes, says):
@@ -103,8 +145,8 @@ def test_keys_that_config_json_leaves_out_are_those_of_transformers():
         assert experts.shared == 32 * theirs.n_shared_experts
         first = theirs.mlp_layer_types.count("dense") if kind == "glm4_moe_lite" else theirs.first_k_dense_replace
         assert experts.dense == frozenset(range(first))
-        if experts.sigmoids is not None:
-            assert tuple(experts.sigmoids) == (theirs.n_group, theirs.topk_group, theirs.routed_scaling_factor)
+        groups = (1, 1) if kind == "deepseek_v2" else (theirs.n_group, theirs.topk_group)
+        assert experts.choosing == (kind != "deepseek_v2", *groups, theirs.routed_scaling_factor)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "youtu"])

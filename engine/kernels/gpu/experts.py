@@ -16,7 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def choose(
     logits_ptr, correction_ptr, scales_ptr, weights_ptr, chosen_ptr, scale,
-    EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, ACTIVE: tl.constexpr, ACTIVE_P: tl.constexpr,
+    EXPERTS: tl.constexpr, ACTIVE: tl.constexpr, ACTIVE_P: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, KEPT: tl.constexpr, SIZE_P: tl.constexpr,
     SIGMOID: tl.constexpr, CORRECT: tl.constexpr, NORMALIZE: tl.constexpr, SCALES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -25,14 +26,17 @@ def choose(
     logits: [tokens, EXPERTS]. weights: [tokens, ACTIVE] float32, times `scale`. chosen: [tokens, ACTIVE] int32. The
     weights are a softmax over all experts, or with SIGMOID sigmoids. With CORRECT correction [EXPERTS] is added to them
     for the choice. With NORMALIZE a token's weights are divided by their sum. With SCALES they are multiplied by those
-    of the experts, [EXPERTS]. EXPERTS_P, ACTIVE_P: powers of two, not smaller.
+    of the experts, [EXPERTS]. Experts are chosen from the KEPT of GROUPS groups with the largest rank, or with SIGMOID
+    with the largest sum of two. ACTIVE_P, GROUPS_P, SIZE_P: powers of two, not smaller; the last one of a group.
     """
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    e, place = tl.arange(0, EXPERTS_P), tl.arange(0, ACTIVE_P)
-    live = e < EXPERTS
+    i, place = tl.arange(0, GROUPS_P * SIZE_P), tl.arange(0, ACTIVE_P)
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    live = (i // SIZE_P < GROUPS) & (i % SIZE_P < SIZE)
+    e = i // SIZE_P * SIZE + i % SIZE_P
     logits = tl.load(logits_ptr + token * EXPERTS + e, mask=live, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
@@ -43,13 +47,26 @@ def choose(
     if CORRECT:
         ranks += tl.load(correction_ptr + e, mask=live, other=0.0).to(tl.float32)
     ranks = tl.where(live & (ranks == ranks), ranks, float("-inf"))  # where they are no numbers, so are the weights
+    if GROUPS > 1:
+        grouped = tl.reshape(ranks, [GROUPS_P, SIZE_P])
+        sums = tl.max(grouped, 1)
+        if SIGMOID:
+            others = tl.arange(0, SIZE_P)[None, :] != tl.argmax(grouped, 1)[:, None]
+            sums += tl.max(tl.where(others, grouped, float("-inf")), 1)
+        group = tl.arange(0, GROUPS_P)
+        is_kept = tl.zeros([GROUPS_P], tl.int32)
+        for _ in tl.static_range(KEPT):
+            best = tl.argmax(sums, 0)
+            is_kept = tl.where(group == best, 1, is_kept)
+            sums = tl.where(group == best, float("-inf"), sums)
+        ranks = tl.reshape(tl.where(is_kept[:, None] > 0, grouped, float("-inf")), [GROUPS_P * SIZE_P])
     weights = tl.zeros([ACTIVE_P], tl.float32)
     chosen = tl.zeros([ACTIVE_P], tl.int32)
     for number in tl.static_range(ACTIVE):
         best = tl.argmax(ranks, 0)
-        weights = tl.where(place == number, tl.sum(tl.where(e == best, scores, 0.0), 0), weights)
-        chosen = tl.where(place == number, best, chosen)
-        ranks = tl.where(e == best, float("-inf"), ranks)
+        weights = tl.where(place == number, tl.sum(tl.where(i == best, scores, 0.0), 0), weights)
+        chosen = tl.where(place == number, best // SIZE_P * SIZE + best % SIZE_P, chosen)
+        ranks = tl.where(i == best, float("-inf"), ranks)
     if NORMALIZE:
         weights /= tl.sum(weights, 0) + 1e-20  # which only changes a sum of 0
     if SCALES:
