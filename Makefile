@@ -162,7 +162,7 @@ asan: dev
 	    tests/engine/test_kernels_quantized.py tests/engine/test_kernels_packing.py tests/engine/test_cpu_attention.py \
 	    tests/engine/test_threads.py tests/engine/test_amx.py tests/engine/test_experts.py \
 	    tests/engine/test_kernels_blocks.py tests/engine/test_lossless.py tests/engine/test_logits.py \
-	    tests/engine/test_delta_kernel.py tests/engine/test_mamba2_kernel.py'
+	    tests/engine/test_delta_kernel.py tests/engine/test_mamba2_kernel.py tests/engine/test_latent.py'
 
 ## make test-gpu     the tests that need a CUDA device, eight at a time, since most of their time is a compiler's; ARGS="-k qwen3"
 test-gpu: dev

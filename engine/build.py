@@ -185,6 +185,7 @@ def describe(config: EngineConfig, *, weights: bool = True) -> Described:
         backend = attention.choose(
             config.attention, device, spec.layers, spec.dtype, config.cpu_isa, cache_dtype=spec.cache_dtype
         )
+        spec = dataclasses.replace(spec, layers=[backend.backend.as_cached(layer) for layer in spec.layers])
         product = models.product(config, spec, device)
         if config.batch_invariant:
             from .models import invariance  # needs all that the native decoder does

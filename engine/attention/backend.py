@@ -64,6 +64,10 @@ class AttentionBackend(Protocol):
         """Return an upper bound of the memory that a step needs beside the caches, for a resolved config."""
 
     @classmethod
+    def as_cached(cls, layer: AttentionLayer) -> AttentionLayer:
+        """Return a layer as it is cached: without `values_in_keys` if values cannot be read from keys."""
+
+    @classmethod
     def create(cls, isa: str, *, invariant: bool = False) -> AttentionBackend:
         """Return a new backend. Raises ConfigError if the CPU kernels that `isa` selects cannot be used.
 
@@ -93,7 +97,10 @@ class AttentionBackend(Protocol):
         v: Tensor,  # [tokens, kv_heads, v_head_dim]
         plan: Any,  # that `plan` has returned
     ) -> Tensor:
-        """Store k and v in the cache, then compute causal attention; returns [tokens, heads, v_head_dim]."""
+        """Store k and v in the cache, then compute causal attention; returns [tokens, heads, v_head_dim].
+
+        If the layer has its values in keys, only k is stored.
+        """
 
     def kernel_address(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int | None:
         """Return the address of `attend` in C++, as Stack in structures.h declares it, for kernels that call it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -167,6 +168,11 @@ class Paged:
         return max(map(of, layers))
 
     @classmethod
+    def as_cached(cls, layer: AttentionLayer) -> AttentionLayer:
+        # A page has the numbers of keys paired along the head, and those of values along the tokens.
+        return replace(layer, values_in_keys=False)
+
+    @classmethod
     def create(cls, isa: str, *, invariant: bool = False) -> Paged:
         return cls(*variant(isa))
 
@@ -180,6 +186,7 @@ class Paged:
         *,
         sinks: Tensor | None = None,
     ) -> LayerCache:
+        layer = self.as_cached(layer)
         if dtype not in (*DTYPES, torch.int8) or device.type != "cpu":
             raise ValueError(f"no cache of {layer} in {dtype} on {device}")
         if layer.num_heads % layer.num_kv_heads or (sinks is not None and sinks.shape != (layer.num_heads,)):

@@ -95,15 +95,16 @@ def near_lines(layer: AttentionLayer, block_size: int) -> int:
     """Return the constant NEAR of `attend`: the lines of a head's share of a block, or 0."""
     if layer.window is not None or block_size > MOST_NEAR:
         return 0
-    return power_of_two(-(-block_size * (layer.head_dim + layer.v_head_dim) // LINE))
+    return power_of_two(-(-block_size * (layer.head_dim + layer.stored_v_dim) // LINE))
 
 
 def tile_widths(layer: AttentionLayer) -> dict[str, int]:
     """Return the constants of `attend` for the numbers of a head: of a key in one tile, or in two; and of a value."""
-    dim, rest = layer.head_dim, max(0, layer.head_dim - WIDEST)
+    dim, rest, in_keys = layer.head_dim, max(0, layer.head_dim - WIDEST), layer.values_in_keys
+    width = padded(min(dim, WIDEST))
     return {
-        "DIM": dim, "V_DIM": layer.v_head_dim, "DIM_P": padded(min(dim, WIDEST)), "REST": padded(rest) if rest else 0,
-        "V_DIM_P": padded(layer.v_head_dim),
+        "DIM": dim, "V_DIM": layer.v_head_dim, "DIM_P": width, "REST": padded(rest) if rest else 0,
+        "V_DIM_P": width if in_keys else padded(layer.v_head_dim), "IN_KEYS": in_keys,
     }  # fmt: skip
 
 

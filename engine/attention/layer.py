@@ -25,11 +25,18 @@ class AttentionLayer:
     # The name of the model's parameter [num_heads] of sinks: scores in the softmax that have no value. Layers that only
     # differ in it are equal: a backend plans them together.
     sinks: str | None = field(default=None, compare=False)
+    # A value is the first v_head_dim numbers of its key, and the cache has keys alone, see AttentionBackend.as_cached.
+    values_in_keys: bool = False
+
+    @property
+    def stored_v_dim(self) -> int:
+        """The numbers of a value that the cache holds beside its key."""
+        return 0 if self.values_in_keys else self.v_head_dim
 
     @property
     def numbers(self) -> int:
-        """The number of elements per token: a key and a value for each KV head."""
-        return self.num_kv_heads * (self.head_dim + self.v_head_dim)
+        """The number of elements per token: what the cache holds for each KV head."""
+        return self.num_kv_heads * (self.head_dim + self.stored_v_dim)
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Return the number of bytes per token in a cache of this dtype."""
@@ -44,13 +51,14 @@ class AttentionLayer:
         return torch.empty(num_blocks, self.num_kv_heads, elements, dtype=dtype, device=device)
 
     def _stored_size(self, dtype: torch.dtype) -> int:
-        return stored_size(self.head_dim, dtype) + stored_size(self.v_head_dim, dtype)
+        return stored_size(self.head_dim, dtype) + stored_size(self.stored_v_dim, dtype)
 
 
 def stored_size(dim: int, dtype: torch.dtype) -> int:
-    """Return the number of elements that a key or value of `dim` numbers has in a cache: 4 more if it is scaled.
+    """Return the number of elements that a key or value of `dim` numbers has in a cache: 4 more if it is scaled, and
+    none if there are no numbers.
 
     A scaled key or value is numbers of one byte, and a float32 scale to multiply them by: the largest magnitude /
     LARGEST. If that is below the smallest normal float32, all are zero.
     """
-    return dim + 4 if dtype in LARGEST else dim
+    return dim + 4 if dim and dtype in LARGEST else dim

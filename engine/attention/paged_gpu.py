@@ -113,6 +113,10 @@ class PagedGPU:
         return parts * per_part + kinds * items * ITEM * 4
 
     @classmethod
+    def as_cached(cls, layer: AttentionLayer) -> AttentionLayer:
+        return layer
+
+    @classmethod
     def create(cls, isa: str, *, invariant: bool = False) -> PagedGPU:
         return cls(invariant=invariant)
 
@@ -128,11 +132,12 @@ class PagedGPU:
     ) -> LayerCache:
         """Return a cache [blocks, kv_heads, bytes of a head's share of a block in the cache's dtype].
 
-        A share is the keys, then the values, and with scales then the keys' scales and the values' scales.
+        A share is the keys, then the values, and with scales then the keys' scales and the values' scales. Values that
+        are in the keys are not stored, and have no scales.
         """
-        line = stored_size(layer.head_dim, dtype) + stored_size(layer.v_head_dim, dtype)
+        line = stored_size(layer.head_dim, dtype) + stored_size(layer.stored_v_dim, dtype)
         # A share's scales are aligned to four bytes.
-        padding = -block_size * (layer.head_dim + layer.v_head_dim) % 4 if dtype in LARGEST else 0
+        padding = -block_size * (layer.head_dim + layer.stored_v_dim) % 4 if dtype in LARGEST else 0
         tensor = torch.empty(num_blocks, layer.num_kv_heads, block_size * line + padding, dtype=dtype, device=device)
         return GPUCache(layer, block_size, tensor, None if sinks is None else sinks.float().contiguous())
 
@@ -148,8 +153,8 @@ class PagedGPU:
         launch(kernels.store, (k.shape[0], layer.num_kv_heads),
             k, v, plan.tables(cache).slot_mapping, cache.tensor, cache.scales,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), *cache.strides,
-            DIM=layer.head_dim, V_DIM=layer.v_head_dim, DIM_P=padded(layer.head_dim), V_DIM_P=padded(layer.v_head_dim),
-            BLOCK=cache.block_size, SCALED=cache.is_scaled,
+            DIM=layer.head_dim, V_DIM=layer.stored_v_dim, DIM_P=padded(layer.head_dim),
+            V_DIM_P=padded(layer.v_head_dim), BLOCK=cache.block_size, SCALED=cache.is_scaled,
             num_warps=1, enable_fp_fusion=False,  # quantizing is exact
         )  # fmt: skip
         return self._attend(cache, q, plan)
@@ -381,7 +386,8 @@ def _error(
         return torch.randn(length, heads, dim, generator=draw).to(device, dtype)
 
     q = numbers(layer.num_heads, layer.head_dim)
-    k, v = numbers(layer.num_kv_heads, layer.head_dim), numbers(layer.num_kv_heads, layer.v_head_dim)
+    k = numbers(layer.num_kv_heads, layer.head_dim)
+    v = k[..., : layer.v_head_dim] if layer.values_in_keys else numbers(layer.num_kv_heads, layer.v_head_dim)
     sinks = None if layer.sinks is None else torch.zeros(layer.num_heads, dtype=dtype, device=device)
     results = []
     with torch.inference_mode():

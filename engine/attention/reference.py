@@ -1,8 +1,9 @@
 """Paged attention in plain torch, for any device, float type and head sizes. The oracle of every faster backend.
 
 A layer's cache is [blocks, kv_heads, block_size * (head_dim + v_head_dim)]: for each KV head the block's keys, then its
-values, so that a KV head's part of a block is contiguous and can be gathered by one copy. In a cache with scales
-the four bytes of a scale follow each key and each value, which are dequantized after they are gathered.
+values, so that a KV head's part of a block is contiguous and can be gathered by one copy. Values that are in the keys
+are not stored: they are views of the gathered keys. In a cache with scales the four bytes of a scale follow each key
+and each value, which are dequantized after they are gathered.
 
 Rows of one token (decode) with similar lengths are gathered together and computed as one batched matmul, which reads
 each KV head's keys once for all query heads that share them. Other rows are computed one by one.
@@ -134,6 +135,10 @@ class Reference:
         return gathered * (dtype.itemsize + extra) + 3 * 4 * scores
 
     @classmethod
+    def as_cached(cls, layer: AttentionLayer) -> AttentionLayer:
+        return layer
+
+    @classmethod
     def create(cls, isa: str, *, invariant: bool = False) -> Reference:
         return cls()
 
@@ -160,7 +165,8 @@ class Reference:
         head_dim, v_head_dim, window = layer.head_dim, layer.v_head_dim, layer.window
         block, offset, table = plan.tables(cache.group, block_size)
         pages = Pages.of(tensor)
-        self._store(k, v, tensor, block, offset)
+        stored = [k] if layer.values_in_keys else [k, v]
+        self._store(stored, tensor, block, offset)
 
         compute = partial(_attention, scale=layer.scale, softcap=layer.softcap)
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
@@ -169,11 +175,12 @@ class Reference:
 
         max_keys = max(1, GATHER_NUMBERS // max(head_dim, v_head_dim))
         for decode in plan.decodes(cache.group, window, pages, block_size, max_keys):
-            keys, values = self._gather(tensor, decode.pages, k, v)
+            gathered = self._gather(tensor, decode.pages, stored)
             if decode.hidden is not None:
                 # What follows a sequence's end may be NaN, and 0 * NaN is NaN: clear it, masking is not enough.
-                keys.view(-1, head_dim).index_fill_(0, decode.hidden, 0)
-                values.view(-1, v_head_dim).index_fill_(0, decode.hidden, 0)
+                for each in gathered:
+                    each.view(-1, each.shape[3]).index_fill_(0, decode.hidden, 0)
+            keys, values = gathered[0], gathered[-1][..., :v_head_dim]
             queries = q[decode.tokens].view(-1, kv_heads, group, head_dim)
             result = compute(queries, keys, values, decode.visible, sinks=None if sink is None else sink[:, :, None])
             out[decode.tokens] = result.reshape(-1, kv_heads * group, v_head_dim)
@@ -191,7 +198,8 @@ class Reference:
                 low = 0 if window is None else max(0, first - window + 1) // block_size
                 high = -(-last // block_size)
                 indices = pages.indices(table[row : row + 1, low:high].long())
-                keys, values = self._gather(tensor, indices, k, v)
+                gathered = self._gather(tensor, indices, stored)
+                keys, values = gathered[0], gathered[-1][..., :v_head_dim]
                 have = last - low * block_size
                 position = torch.arange(first, last, device=q.device)[:, None]
                 key = torch.arange(low * block_size, last, device=q.device)
@@ -211,28 +219,31 @@ class Reference:
                 out[start + a : start + b] = result.reshape(b - a, kv_heads * group, v_head_dim)
         return out
 
-    def _store(self, k: Tensor, v: Tensor, cache: Tensor, block: Tensor, offset: Tensor) -> None:
-        if cache.dtype in LARGEST:
-            k, v = quantize(k, cache.dtype), quantize(v, cache.dtype)
-        cache, k, v = _indexable(cache), _indexable(k), _indexable(v)
-        block_size = cache.shape[2] // (k.shape[2] + v.shape[2])
-        split = block_size * k.shape[2]
-        cache[..., :split].unflatten(2, (block_size, k.shape[2]))[block, :, offset] = k
-        cache[..., split:].unflatten(2, (block_size, v.shape[2]))[block, :, offset] = v
+    def _store(self, new: list[Tensor], cache: Tensor, block: Tensor, offset: Tensor) -> None:
+        """Store the step's keys, and its values unless they are in the keys."""
+        lines = [_indexable(quantize(x, cache.dtype) if cache.dtype in LARGEST else x) for x in new]
+        sizes = [line.shape[2] for line in lines]
+        block_size = cache.shape[2] // sum(sizes)
+        parts = _indexable(cache).split([block_size * size for size in sizes], 2)
+        for part, line, size in zip(parts, lines, sizes, strict=True):
+            part.unflatten(2, (block_size, size))[block, :, offset] = line
 
-    def _gather(self, cache: Tensor, pages: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of `pages`, [rows, kv_heads, tokens, dim], in the dtype of k and v."""
-        flat = Pages.of(cache).rows(cache)
-        line, v_line = (stored_size(x.shape[2], cache.dtype) for x in (k, v))
-        split = cache.shape[2] // (line + v_line) * line
+    def _gather(self, cache: Tensor, pages: Tensor, new: list[Tensor]) -> list[Tensor]:
+        """Return the keys of `pages`, and the values unless they are in the keys, [rows, kv_heads, tokens, dim].
+
+        `new`: those of the step, of whose dtype they are.
+        """
+        sizes = [stored_size(x.shape[2], cache.dtype) for x in new]
+        block_size = cache.shape[2] // sum(sizes)
+        runs = Pages.of(cache).rows(cache).split([block_size * size for size in sizes], 1)
         rows, kv_heads, blocks = pages.shape
         gathered = []
-        for name, run, dim in (("keys", flat[:, :split], line), ("values", flat[:, split:], v_line)):
+        for name, run, size in zip(("keys", "values"), runs, sizes, strict=False):
             space = self._workspace(name, pages.numel() * run.shape[1], cache).view(-1, run.shape[1])
             torch.index_select(_indexable(run), 0, pages.reshape(-1), out=_indexable(space))
-            part = space.view(rows, kv_heads, blocks * run.shape[1] // dim, dim)
-            gathered.append(dequantize(part, k.dtype) if cache.dtype in LARGEST else part)
-        return gathered[0], gathered[1]
+            part = space.view(rows, kv_heads, blocks * block_size, size)
+            gathered.append(dequantize(part, new[0].dtype) if cache.dtype in LARGEST else part)
+        return gathered
 
     def _workspace(self, name: str, numbers: int, like: Tensor) -> Tensor:
         # Allocating this size anew in each layer would cause page faults that cost more than the copy.

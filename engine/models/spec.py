@@ -355,6 +355,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
                 window,
                 cap,
                 sinks_name(index) if family.has_sinks else None,
+                values_in_keys=shape.latent is not None,
             )
             for index, (shape, window) in enumerate(zip(shapes, windows, strict=True))
             for scale, cap in [layer_kinds.scores(source, family, shape, ropes[0])]

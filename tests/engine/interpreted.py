@@ -22,7 +22,7 @@ from engine.attention.reference import quantize
 from engine.models import on_gpu
 from engine.runner import logits_choice
 from tests.engine.interpreter import prepare
-from tests.engine.test_attention import CPU, Pool, layer_of
+from tests.engine.test_attention import CPU, Pool, layer_of, spoil
 from tests.engine.test_windows import SHARING, check_shared_places, check_unread
 from tests.models import make
 
@@ -101,6 +101,7 @@ def test_mixed_rows_equal_dense_attention(small, shape, block_size, held, rules)
     assert pool.run() < 1e-5
 
 
+@pytest.mark.parametrize("in_keys", [True, False])
 @pytest.mark.parametrize(
     "shape, held, at_once, most",
     [
@@ -112,12 +113,14 @@ def test_mixed_rows_equal_dense_attention(small, shape, block_size, held, rules)
     ],
     ids=str,
 )
-def test_latents_of_which_many_heads_share_a_key_equal_dense_attention(monkeypatch, shape, held, at_once, most):
-    """With keys of one tile and of two, whose query heads are divided among programs. `at_once`: queries of an item of
-    a longer row, and the programs that share it."""
+def test_latents_of_which_many_heads_share_a_key_equal_dense_attention(
+    monkeypatch, shape, held, at_once, most, *, in_keys
+):  # fmt: skip
+    """With keys of one tile and of two, whose query heads are divided among programs, and with values that are the
+    first numbers of keys, or others. `at_once`: queries of an item of a longer row, and the programs that share it."""
     monkeypatch.setattr(gpu_plan, "SPLIT", 32)
     group, dim, v_dim = shape
-    layer = layer_of(1, dim, v_dim, group=group, scale=dim**-0.5)
+    layer = layer_of(1, dim, v_dim, group=group, scale=dim**-0.5, values_in_keys=in_keys)
     dtype, of_shape, sharing = torch.float32 if held in LARGEST else held, paged_gpu.attend_shape, {}
 
     def attend_shape(layer, dtype, queries, *args, **traits):
@@ -129,6 +132,19 @@ def test_latents_of_which_many_heads_share_a_key_equal_dense_attention(monkeypat
     pool = Pool(1, [40, 3, 67], layer, block_size=16, dtype=dtype, held=held, backend=PagedGPU())
     assert pool.run() < most
     assert max(sharing.items()) == at_once and min(sharing) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype, held, most",
+    [(torch.float16, torch.int8, 4e-3), (torch.bfloat16, torch.int8, 3e-2), (torch.float32, torch.float8_e4m3fn, 1e-5)],
+)
+def test_values_in_keys_have_the_scales_of_the_keys(small, dtype, held, most):
+    layer = layer_of(1, 24, 16, group=12, values_in_keys=True)
+    pool = Pool(1, [40, 3, 67], layer, block_size=5, dtype=dtype, held=held, backend=PagedGPU())
+    if held == torch.float8_e4m3fn:
+        pool.k = [representable(each) for each in pool.k]
+        pool.v = [pool.value_of(each) for each in pool.k]
+    assert pool.run() < most
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -173,9 +189,10 @@ def test_more_parts_than_the_workspace_holds_are_launched_one_after_another(smal
     assert pool.step({0: 1, 1: 1, 2: 1}) < 1e-5
 
 
+@pytest.mark.parametrize("in_keys", [False, True])
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
-def test_a_cache_holds_the_same_numbers_and_scales_as_the_reference(small, dtype):
-    backend, layer = PagedGPU(), layer_of(1, 24, 16)
+def test_a_cache_holds_the_same_numbers_and_scales_as_the_reference(small, dtype, in_keys):
+    backend, layer = PagedGPU(), layer_of(1, 24, 16, values_in_keys=in_keys)
     cache = backend.allocate(layer, 2, 4, dtype, CPU)
     k, v = torch.randn(4, 1, 24), torch.randn(4, 1, 16)
     if dtype == torch.float8_e4m3fn:
@@ -183,15 +200,15 @@ def test_a_cache_holds_the_same_numbers_and_scales_as_the_reference(small, dtype
     k[1] = 0
     k[2, 0, 3] = float("nan")
     v[3] = 1e-40
+    spoil(cache.tensor)
     meta = AttentionMeta.of([([1], 0, 4)], 4)
     backend.attend(cache, torch.randn(4, 2, 24), k, v, backend.plan(meta))
-    share = cache.tensor[1, 0]
-    keys, values = share[:96].view(4, 24), share[96:160].view(4, 16)
-    scales = share[160:].view(torch.float32).view(2, 4)
-    for found, scale, wanted in (
-        (keys, scales[0], quantize(k, dtype)[:, 0]),
-        (values, scales[1], quantize(v, dtype)[:, 0]),
-    ):
+    wants = [quantize(x, dtype)[:, 0] for x in ([k] if in_keys else [k, v])]
+    share, sizes = cache.tensor[1, 0], [4 * (want.shape[1] - 4) for want in wants]
+    assert len(share) == sum(want.numel() for want in wants)
+    *lines, scales = share.split([*sizes, len(share) - sum(sizes)])
+    for line, scale, wanted in zip(lines, scales.view(torch.float32).split(4), wants, strict=True):
+        found = line.view(4, -1)
         assert torch.equal(found.float(), wanted[:, :-4].float())
         assert torch.equal(scale.nan_to_num(-1), wanted[:, -4:].contiguous().view(torch.float32)[:, 0].nan_to_num(-1))
 

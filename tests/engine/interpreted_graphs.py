@@ -282,9 +282,9 @@ class Trace:
         step = self.runner.launch(batch).sample()
         for old, cache, layer in zip(before, self.caches, self.runner.cache.layers, strict=True):
             is_new = ~old.eq(cache).logical_or(old.isnan() & cache.isnan())  # [blocks, kv_heads, numbers]
-            sizes = [layer.block_size * dim for dim in (layer.layer.head_dim, layer.layer.v_head_dim)]
-            keys, values = (part.unflatten(1, (layer.block_size, -1)).any(2) for part in is_new.any(1).split(sizes, 1))
-            by_slot = keys | values
+            dims = (layer.layer.head_dim, layer.layer.stored_v_dim)
+            parts = is_new.any(1).split([layer.block_size * dim for dim in dims if dim], 1)
+            by_slot = torch.stack([part.unflatten(1, (layer.block_size, -1)).any(2) for part in parts]).any(0)
             assert set(by_slot.flatten().nonzero().flatten().tolist()) <= slots
         return step
 

@@ -28,6 +28,8 @@ from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import Reference
 from engine.build import Built, build, describe
 from engine.kernels.gpu import attention as attention_kernels
+from engine.kernels.gpu import heads as head_kernels
+from engine.kernels.gpu import latents as latent_kernels
 from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import skinny as skinny_kernels
 from engine.kernels.gpu import storing as storing_kernels
@@ -94,6 +96,8 @@ def attended(
         ]
         for place, shape in enumerate(shapes)
     )
+    if layer.values_in_keys:
+        v = [each[..., : layer.v_head_dim] for each in k]
     blocks = torch.randperm(60, generator=draw).tolist()
     sinks = None if layer.sinks is None else torch.linspace(-1, 1, layer.num_heads)
     cache = backend.allocate(layer, 60, 8, held, CPU, sinks=sinks)
@@ -130,6 +134,7 @@ SHAPES = {
     "short window": AttentionLayer(2, 2, 16, 16, scale=0.25, window=3, softcap=5.0),
     "sinks": AttentionLayer(4, 1, 16, 24, scale=0.25, sinks="sinks"),
     "keys of two tiles": AttentionLayer(18, 1, 520, 24, scale=0.05),  # and two programs for a KV head
+    "values in keys": AttentionLayer(18, 1, 40, 24, scale=0.25, values_in_keys=True),
 }
 
 
@@ -517,17 +522,19 @@ class Loop:
 
 
 @pytest.mark.usefixtures("small")
-def test_an_engine_gives_the_same_bits_alone_in_a_batch_in_chunks_after_hits_and_replayed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["qwen3", "youtu"])
+def test_an_engine_gives_the_same_bits_alone_in_a_batch_in_chunks_after_hits_and_replayed(name, tmp_path, monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(cuda_graphs, "device_for", lambda config: None if config.enforce_eager else recorder)
     monkeypatch.setattr(dummy, "STD", 0.4)  # so that tokens differ
     sampling = logits_choice.Choice("triton", TorchLogits(96, CPU))  # ours are slower here
     monkeypatch.setattr(logits_choice, "choose", lambda *_: sampling)
     sizes = {"load_format": "dummy", "max_len": 64, "max_seqs": 3, "block_size": 4}
-    base = config_of(written("qwen3", tmp_path), **sizes, async_scheduling=False)
+    base = config_of(written(name, tmp_path), **sizes, async_scheduling=False)
     prompts = [[(7 * place + number) % 96 for place in range(length)] for number, length in enumerate((PART + 3, 2))]
     prompts[1:] = [[*prompts[0][:8], *prompt] for prompt in prompts[1:]]
-    with recorder.kernels(attention_kernels, storing_kernels, layer_kernels, skinny_kernels):
+    of_latents = latent_kernels, head_kernels
+    with recorder.kernels(attention_kernels, storing_kernels, layer_kernels, skinny_kernels, *of_latents):
         eager = build(replace(base, enforce_eager=True, num_blocks=60, max_batched_tokens=48, prefix_caching=False))
         assert eager.info.exact and (eager.info.product, eager.config.products) == ("triton", "torch")
         loop = Loop(eager)

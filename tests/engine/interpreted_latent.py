@@ -92,7 +92,8 @@ def test_tokens_attend_to_latents_as_in_torch(shape, is_interleaved, turns):
     computed in float64 without a cache."""
     torch.manual_seed(shape.rank)
     latent, backend, length = latent_of(shape, torch.float32), PagedGPU(), 21
-    layer = layer_of(1, shape.key, shape.rank, group=shape.heads, scale=(shape.plain + shape.rotated) ** -0.5)
+    sizes = {"group": shape.heads, "scale": (shape.plain + shape.rotated) ** -0.5}
+    layer = layer_of(1, shape.key, shape.rank, values_in_keys=True, **sizes)
     cache = backend.allocate(layer, 8, 4, torch.float32, CPU)
     spoil(cache.tensor)
     rotary, blocks = Rotary(Rope(shape.rotated), 64, torch.float32, CPU), [5, 1, 7, 2, 0, 3]

@@ -82,7 +82,9 @@ class Pool:
 
         self.q = numbers(layer.num_heads, layer.head_dim)
         self.k = numbers(layer.num_kv_heads, layer.head_dim)
-        self.v = numbers(layer.num_kv_heads, layer.v_head_dim)
+        self.v = [self.value_of(k) for k in self.k]
+        if not layer.values_in_keys:
+            self.v = numbers(layer.num_kv_heads, layer.v_head_dim)
         self.backend = backend or Reference()
         self.cache = KVCache.allocate(
             self.backend,
@@ -96,6 +98,10 @@ class Pool:
         self.held = held or dtype
         spoil(self.cache.layers[0].tensor)
         self.done = [0] * len(lengths)
+
+    def value_of(self, key: Tensor) -> Tensor:
+        """Return the first numbers of keys."""
+        return key[..., : self.layer.v_head_dim]
 
     def step(self, rows: dict[int, int]) -> float:
         """Run this many tokens of each sequence in one call; returns the largest difference from dense attention."""
@@ -113,6 +119,8 @@ class Pool:
                 dequantize(quantize(x, self.held), torch.float64) if self.held in LARGEST else x.double()
                 for x in (self.k[s][:end], self.v[s][:end])
             )
+            if self.layer.values_in_keys:
+                v = self.value_of(k)
             layer = {name: getattr(self.layer, name) for name in ("scale", "window", "softcap")}
             want = dense(self.q[s][start:end].double(), k, v, sinks=self.sinks, **layer)
             difference = (out[at : at + new].double() - want).abs().max().item()
@@ -143,6 +151,35 @@ def test_mixed_rows_equal_dense_attention(window, softcap, with_sinks, held):
         sinks = torch.linspace(-1, 2, heads * group, dtype=torch.float64) if with_sinks else None
         pool = Pool(seed, lengths, layer, block_size=block_size, dtype=torch.float64, held=held, sinks=sinks)
         assert pool.run() < 1e-12
+
+
+@pytest.mark.parametrize("held", [torch.float64, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("rules", [{}, {"window": 5}, {"softcap": 5.0}], ids=str)
+def test_values_that_are_the_first_numbers_of_keys_are_read_from_the_keys(rules, held):
+    for seed, (block_size, heads, group, dim, v_dim) in enumerate([(16, 1, 12, 24, 16), (5, 2, 3, 17, 17)]):
+        layer = layer_of(heads, dim, v_dim, group=group, values_in_keys=True, **rules)
+        pool = Pool(seed, [40, 3, 17, 1, 65], layer, block_size=block_size, dtype=torch.float64, held=held)
+        assert pool.run() < 1e-12
+        size = dim + 4 if held in LARGEST else dim
+        assert pool.cache.layers[0].tensor.shape[1:] == (heads, block_size * size)
+
+
+@pytest.mark.parametrize("held", LARGEST, ids=str)
+def test_values_in_keys_are_rounded_by_the_scale_of_the_whole_key(held):
+    """A key whose last number is ten times as large as the largest of its value: int8 rounds the value ten times as
+    coarsely as if it had a scale of its own. fp8 keeps its relative error, until numbers become subnormal."""
+    k = torch.randn(64, 1, 24, generator=torch.Generator().manual_seed(0)).clamp(-2, 2)
+    k[..., 0], k[..., 20] = 2.0, 20.0
+    v, backend, errors = k[..., :16], Reference(), []
+    for in_keys in (False, True):
+        layer = layer_of(1, 24, 16, group=1, window=1, values_in_keys=in_keys)  # so that it returns the token's value
+        cache = backend.allocate(layer, 4, 16, held, CPU)
+        plan = backend.plan(AttentionMeta.of([([0, 1, 2, 3], 0, 64)], 16))
+        errors.append((backend.attend(cache, torch.zeros(64, 1, 24), k, v, plan) - v).abs().max().item())
+    own, shared = errors
+    step = 2 / 127 if held == torch.int8 else 2 / 8
+    assert own <= step / 2 * 1.001
+    assert step < shared <= 10 * step / 2 * 1.001 if held == torch.int8 else shared <= step / 2 * 1.001
 
 
 @pytest.mark.parametrize(
@@ -234,8 +271,11 @@ def test_what_a_token_takes():
     layer = layer_of(2, 8, 24)
     assert [layer.bytes(dtype) for dtype in (torch.float32, torch.bfloat16, torch.int8)] == [256, 128, 2 * (12 + 28)]
     assert layer.bytes(torch.float8_e4m3fn) == layer.bytes(torch.int8)
-    for dtype in (torch.float32, torch.bfloat16, torch.int8):
-        assert Reference().allocate(layer, 3, 5, dtype, CPU).tensor.nbytes == 15 * layer.bytes(dtype)
+    latents = layer_of(1, 24, 16, values_in_keys=True)
+    assert [latents.bytes(dtype) for dtype in (torch.float32, torch.bfloat16, torch.int8)] == [96, 48, 28]
+    for each in (layer, latents):
+        for dtype in (torch.float32, torch.bfloat16, torch.int8):
+            assert Reference().allocate(each, 3, 5, dtype, CPU).tensor.nbytes == 15 * each.bytes(dtype)
 
 
 class Picky(Reference):

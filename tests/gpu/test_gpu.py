@@ -77,8 +77,8 @@ def test_our_kernels_compute_native_models(name, dtype, kv_dtype, tmp_path: path
 
 # Of attention to latents and of heads of 512 numbers, many of which share a KV head
 SHARED_HEADS = {
-    "GLM 4.7 Flash": AttentionLayer(20, 1, 576, 512, scale=576**-0.5),
-    "DeepSeek V3": AttentionLayer(128, 1, 576, 512, scale=576**-0.5),
+    "GLM 4.7 Flash": AttentionLayer(20, 1, 576, 512, scale=576**-0.5, values_in_keys=True),
+    "DeepSeek V3": AttentionLayer(128, 1, 576, 512, scale=576**-0.5, values_in_keys=True),
     "20 heads of 512": AttentionLayer(20, 1, 512, 512, scale=512**-0.5),
 }
 
@@ -109,6 +109,8 @@ def test_our_attention_computes_many_large_heads_of_a_kv_head(name, dtype, held,
         tokens, (heads, kv_heads) = sum(counts), (layer.num_heads, layer.num_kv_heads)
         sizes = (heads, layer.head_dim), (kv_heads, layer.head_dim), (kv_heads, layer.v_head_dim)
         q, k, v = (torch.randn(tokens, *size, generator=draw).to(device, dtype) for size in sizes)
+        if layer.values_in_keys:
+            v = k[..., : layer.v_head_dim]
         meta = AttentionMeta.of(rows, block, device)
         found = ours.attend(caches[0], q, k, v, ours.plan(meta))
         want = reference.attend(caches[1], q.float(), k.float(), v.float(), reference.plan(meta))

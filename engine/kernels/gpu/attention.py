@@ -1,6 +1,8 @@
 """The Triton kernel of paged attention, `attend`; storing.py has those that write keys and values to the cache.
 
-A block of the cache holds for each KV head its keys, then its values, and in int8 and fp8 then the scales of both.
+A block of the cache holds for each KV head its keys, then its values, and in int8 and fp8 then the scales of both. If
+values are the first numbers of keys, as in multi-head latent attention, it holds keys and their scales alone, and a
+tile of keys that has been loaded is the tile of values as well.
 Strides count numbers of the tensor that they belong to. Sums are in float32.
 
 `attend` computes the softmax online as in Dao 2023, "FlashAttention-2". Its programs take work items from a list that
@@ -66,9 +68,9 @@ def _masked(scores, own, position, begin, end, WINDOW: tl.constexpr):
 def _tile(
     top, total, values, q, q_rest, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at, table_at, scale,
     factor, softcap, cache_block, scales_block, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr,
-    REST: tl.constexpr, V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr, UNIFORM: tl.constexpr, MASKED: tl.constexpr,
-    BRANCH: tl.constexpr,
+    REST: tl.constexpr, V_DIM_P: tl.constexpr, IN_KEYS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr, UNIFORM: tl.constexpr,
+    MASKED: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
     """Return the softmax with TILE keys more, from `at` on. MASKED: not all queries see all of them; with BRANCH only
     if not all are between `seen_begin` and `seen_end`, which all queries see. UNIFORM: total is [ROWS, EQUAL]."""
@@ -99,8 +101,9 @@ def _tile(
         else:
             scores = tl.dot(q_rest, tl.trans(rest.to(q.dtype)), scores, input_precision="ieee")
     if SCALED:
-        scales = scales_at + block * scales_block + (BLOCK * (DIM + V_DIM) + 3) // 4 + offset
-        scores *= tl.load(scales)[None, :]
+        scales = scales_at + block * scales_block + (BLOCK * (DIM + (0 if IN_KEYS else V_DIM)) + 3) // 4 + offset
+        key_scales = tl.load(scales)
+        scores *= key_scales[None, :]
     if SOFTCAP:
         scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 * scale / softcap)) + 1.0))
     if BRANCH:
@@ -120,7 +123,7 @@ def _tile(
         total = total * decay + tl.sum(weights, 1)
     NARROW: tl.constexpr = SCALED and q.dtype == tl.float16
     if SCALED:
-        own = tl.load(scales + BLOCK)
+        own = key_scales if IN_KEYS else tl.load(scales + BLOCK)
         if NARROW:
             # A weight times a scale may be less than the least number of float16, so the largest scale of the tile is
             # multiplied by afterwards. bfloat16 has the range of float32.
@@ -128,7 +131,8 @@ def _tile(
             most = tl.where(most > 0.0, most, 1.0)
             own = own / most
         weights = weights * own[None, :]
-    v = tl.load(v_at) if V_DIM == V_DIM_P else tl.load(v_at, mask=(e < V_DIM)[None, :], other=0.0)
+    v_live = (e < V_DIM)[None, :]
+    v = k if IN_KEYS else tl.load(v_at) if V_DIM == V_DIM_P else tl.load(v_at, mask=v_live, other=0.0)
     if WIDEN:
         added = tl.dot(weights, v.to(tl.float32), input_precision="ieee")
         values = values * decay[:, None] + (added * most if NARROW else added)
@@ -144,8 +148,9 @@ def _tile(
 def _attended(
     q, q_rest, position, first, last, begin, end, cache_at, scales_at, table_at, scale, softcap, cache_block,
     scales_block, DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr, REST: tl.constexpr,
-    V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SKIP: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr, UNIFORM: tl.constexpr,
+    V_DIM_P: tl.constexpr, IN_KEYS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    SKIP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr,
+    UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """Return the softmax of queries [ROWS, DIM_P] and the rest of their numbers [ROWS, REST] over the context from
     `begin` to `end`, see `_merged`.
@@ -175,27 +180,27 @@ def _attended(
                 top, total, values = _tile(
                     top, total, values, q, q_rest, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at,
                     table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P,
-                    BLOCK, TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, True, False,
+                    IN_KEYS, BLOCK, TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, True, False,
                 )  # fmt: skip
             since = head
         for at in range(since, seen, TILE):
             top, total, values = _tile(
                 top, total, values, q, q_rest, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at,
-                table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P, BLOCK,
-                TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, False, False,
+                table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P,
+                IN_KEYS, BLOCK, TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, False, False,
             )  # fmt: skip
         for at in tl.range(seen, end, TILE, num_stages=1):
             top, total, values = _tile(
                 top, total, values, q, q_rest, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at,
-                table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P, BLOCK,
-                TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, True, False,
+                table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P,
+                IN_KEYS, BLOCK, TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, True, False,
             )  # fmt: skip
     else:
         for at in range(since, end, TILE):
             top, total, values = _tile(
                 top, total, values, q, q_rest, position, begin, end, seen_begin, seen_end, at, cache_at, scales_at,
-                table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P, BLOCK,
-                TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, True, SKIP == 1,
+                table_at, scale, factor, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P,
+                IN_KEYS, BLOCK, TILE, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM, True, SKIP == 1,
             )  # fmt: skip
     return top, tl.max(total, 1) if UNIFORM else total, values
 
@@ -206,10 +211,10 @@ def attend(
     sums_ptr, weights_ptr, arrived_ptr, sinks_ptr, scale, softcap,
     q_token, q_head, cache_block, cache_head, scales_block, scales_head, out_token,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SHARING: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
-    DIM_P: tl.constexpr, REST: tl.constexpr, V_DIM_P: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, PARTED: tl.constexpr, UNIFORM: tl.constexpr, SKIP: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, WIDEN: tl.constexpr,
-    NEAR: tl.constexpr, DEPENDENT: tl.constexpr,
+    DIM_P: tl.constexpr, REST: tl.constexpr, V_DIM_P: tl.constexpr, IN_KEYS: tl.constexpr, BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PARTED: tl.constexpr, UNIFORM: tl.constexpr,
+    SKIP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
+    WIDEN: tl.constexpr, NEAR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend causally from the queries of work items, for the KV head of the program, or for some of the query heads
     that share it.
@@ -220,7 +225,8 @@ def attend(
     far as its row has more. SHARING programs share a KV head, each with as many of its query heads. sums: [parts,
     HEADS, V_DIM] and weights: [parts, HEADS, 2] hold the parts' results; arrived: [parts, KV_HEADS * SHARING] counts
     them and is zero before and after. DIM_P >= DIM, or DIM_P + REST >= DIM, if a key's last numbers have a tile of
-    their own, are the widths of its tiles. ROWS >= QUERIES * the query heads of a program is their height. UNIFORM:
+    their own, are the widths of its tiles. IN_KEYS: a value is the first V_DIM numbers of its key, and is not stored;
+    V_DIM_P is DIM_P. ROWS >= QUERIES * the query heads of a program is their height. UNIFORM:
     without PARTED an item's context is in parts, too, which are added up as those of several items are, so that a
     token's sums have one order whatever its row is. SKIP: the keys of tiles that all queries see are not masked, which
     changes no result: with 1 a branch decides, with 2 they have a loop of their own. WIDEN: multiply in float32, as the
@@ -247,7 +253,7 @@ def attend(
             prefetch_near(table_ahead + first_block)
             if NEAR:
                 # Keys and values, too: of a part without a window, up to the last block that the row has.
-                SHARE: tl.constexpr = BLOCK * (DIM + V_DIM)  # numbers of a head in a block
+                SHARE: tl.constexpr = BLOCK * (DIM + (0 if IN_KEYS else V_DIM))  # numbers of a head in a block
                 last_block = tl.maximum(tl.load(lengths_ptr + row) - 1, 0) // BLOCK
                 last_block = tl.minimum(last_block, first_block + tl.maximum(split // BLOCK, 1) - 1)
                 block = tl.minimum(first_block + tl.arange(0, AHEAD), last_block)
@@ -304,7 +310,7 @@ def attend(
                 its_top, its_total, its_values = _attended(
                     q, q_rest, position, first, last, tl.maximum(begin, since), tl.minimum(end, since + split),
                     cache_at, scales_at, table_at, scale, softcap, cache_block, scales_block, DIM, V_DIM, DIM_P, REST,
-                    V_DIM_P, BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM,
+                    V_DIM_P, IN_KEYS, BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP, SCALED, WIDEN, UNIFORM,
                 )  # fmt: skip
                 top, total, values = _merged(top, total, values, its_top, its_total, its_values)
         else:
@@ -313,8 +319,8 @@ def attend(
                 end = tl.minimum(end, low + split)
             top, total, values = _attended(
                 q, q_rest, position, first, last, begin, end, cache_at, scales_at, table_at, scale, softcap,
-                cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P, BLOCK, ROWS, TILE, SKIP, WINDOW, SOFTCAP,
-                SCALED, WIDEN, UNIFORM,
+                cache_block, scales_block, DIM, V_DIM, DIM_P, REST, V_DIM_P, IN_KEYS, BLOCK, ROWS, TILE, SKIP, WINDOW,
+                SOFTCAP, SCALED, WIDEN, UNIFORM,
             )  # fmt: skip
         missing = row - row  # parts that have not been stored yet
         if PARTED:

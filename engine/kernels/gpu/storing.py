@@ -53,7 +53,8 @@ def store(
 ):  # fmt: skip
     """Store one KV head's key and value of one token. Tokens with a negative slot are padding.
 
-    k, v: [tokens, kv_heads, dim]. slots: [tokens] int64. cache: [blocks, kv_heads, BLOCK * (DIM + V_DIM)].
+    k, v: [tokens, kv_heads, dim]. slots: [tokens] int64. cache: [blocks, kv_heads, BLOCK * (DIM + V_DIM)]. V_DIM: 0 if
+    values are in the keys, so that they are not stored.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -62,18 +63,20 @@ def store(
         block = slot // BLOCK
         offset = slot % BLOCK
         share = cache_ptr + block * cache_block + head * cache_head
+        scales = scales_ptr + block * scales_block + head * scales_head + (BLOCK * (DIM + V_DIM) + 3) // 4 + offset
         d = tl.arange(0, DIM_P)
-        e = tl.arange(0, V_DIM_P)
         k = tl.load(k_ptr + token * k_token + head * k_head + d, mask=d < DIM, other=0.0)
-        v = tl.load(v_ptr + token * v_token + head * v_head + e, mask=e < V_DIM, other=0.0)
         if SCALED:
-            scales = scales_ptr + block * scales_block + head * scales_head + (BLOCK * (DIM + V_DIM) + 3) // 4 + offset
             k, k_scale = _quantized(k.to(tl.float32), cache_ptr.dtype.element_ty)
-            v, v_scale = _quantized(v.to(tl.float32), cache_ptr.dtype.element_ty)
             tl.store(scales, k_scale)
-            tl.store(scales + BLOCK, v_scale)
         tl.store(share + offset * DIM + d, k, mask=d < DIM)
-        tl.store(share + BLOCK * DIM + offset * V_DIM + e, v, mask=e < V_DIM)
+        if V_DIM:
+            e = tl.arange(0, V_DIM_P)
+            v = tl.load(v_ptr + token * v_token + head * v_head + e, mask=e < V_DIM, other=0.0)
+            if SCALED:
+                v, v_scale = _quantized(v.to(tl.float32), cache_ptr.dtype.element_ty)
+                tl.store(scales + BLOCK, v_scale)
+            tl.store(share + BLOCK * DIM + offset * V_DIM + e, v, mask=e < V_DIM)
 
 
 @triton.jit
