@@ -3,7 +3,7 @@ download from a hub."""
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # configuration, tokeni
 WEIGHTS = ["*.safetensors"]
 # Further copies of the weights that many repositories have, in subfolders and in the vendor's own format.
 COPIES = ["*/*", "consolidated*"]
+log = logging.getLogger("pequod.engine")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -117,11 +118,22 @@ def _download(
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "no")
         raise ModelError(f"{hub} returned status {status} for {model}{named}") from None
-    except Exception as error:  # a full disk, an invalid name, or what httpx raises, which has no common class
-        if not local_files_only:  # a proxy that fails is no reason not to use what is here
-            with contextlib.suppress(ModelError):
-                return _download(model, revision, patterns, ignored, local_files_only=True)
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"cannot download {model}{named} from {hub}: {first}") from None
+    except (OSError, ValueError) as error:  # for example a full disk, or an invalid name
+        raise ModelError(f"cannot download {model}{named} from {hub}: {_first_line(error)}") from None
+    except Exception as error:
+        # A proxy that fails, or a connection that is reset: huggingface_hub falls back to its cache only for errors of
+        # its own, and lets those of httpx through, in newer versions those of httpx2.
+        if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2"):
+            raise
+        try:
+            found = _download(model, revision, patterns, ignored, local_files_only=True)
+        except ModelError:
+            raise ModelError(f"cannot download {model}{named} from {hub}: {_first_line(error)}") from None
+        log.warning("cannot reach %s (%s); using revision %s from the cache", hub, _first_line(error), found.revision)
+        return found
     # The cache has a folder for each commit, named after it.
     return Folder(Path(path), os.path.basename(path))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -29,7 +29,7 @@ WATCH_S = 0.25
 # A look that comes so much later than planned: this process did not run, and most likely the engine did not, either, as
 # in a container that was paused.
 PAUSE_S = 1.0
-EXIT_S = 0.01  # between two looks whether a process has exited
+EXIT_S = 0.01  # interval between polls of a process's exit
 END_S = 1.0  # between the closing of a process's socket and its exit
 # Until a killed process has exited and freed its memory. A process that the kernel cannot end must not block restarts.
 KILLED_S = 30.0
@@ -292,8 +292,10 @@ class ProcessEngine(Client):
 
 
 async def _has_ended(child: Child, seconds: float) -> bool:
-    """Wait until a process has exited, for so many seconds at most; returns whether it has. On a machine without room
-    for another thread this works as well."""
+    """Return whether a process exits within `seconds`.
+
+    Polls rather than waiting in a thread, because a machine that is out of threads must be able to restart the engine.
+    """
     until = time.monotonic() + seconds
     while child.process.poll() is None:
         if time.monotonic() >= until:

@@ -63,8 +63,7 @@ def deepseek2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
             found["topk_method"] = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
             if found["norm_topk_prob"]:
                 raise ModelError(
-                    "the GGUF file's experts have weights of a softmax, divided by their sum, which is not supported; "
-                    "use the model's safetensors files"
+                    "the GGUF file's experts have weights of a softmax, divided by their sum, which is not supported"
                 )
     model_types = {"Youtu": "youtu", "DeepseekV3": "deepseek_v3", "DeepseekV2": "deepseek_v2"}
     return {

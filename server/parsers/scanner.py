@@ -191,8 +191,9 @@ class Scanner:
     def _begun(self, delimiters: tuple[str, ...]) -> str:
         """Return the beginning of a delimiter with which the record ends, before the character to be read next."""
         record = "".join((self._record or [])[:-1])
-        begun = (delimiter[:n] for delimiter in delimiters for n in range(1, len(delimiter)))
-        return max((text for text in begun if record.endswith(text)), key=len, default="")
+        longest = max(map(len, delimiters), default=1) - 1
+        ends = (record[i:] for i in range(max(0, len(record) - longest), len(record)))
+        return next((end for end in ends if any(each.startswith(end) and each != end for each in delimiters)), "")
 
     def emit(self, kind: type[Content] | type[Reasoning], text: str) -> None:
         self._parts.append(kind(text))
@@ -364,10 +365,17 @@ class Scanner:
         elif delimiter in self.opens:
             self._record = []  # the next text is that of a call
             return (yield from self._call_or_text(delimiter, (yield)))
+        elif delimiter in self._answer.closes and not self.num_calls:
+            self._record = [*delimiter]
+            char = yield from self.white((yield))
+            if char == END:
+                self.forget()
+                self.content = self.next_content(WHITE)
+            else:
+                self.no_call(char)  # the model writes about the delimiter
+            return char, ""
         else:
             self._close(delimiter)
-            if delimiter in self._answer.closes:
-                self._block, self._answer = None, NO_ANSWER
             self.content = self.next_content(WHITE)
         return (yield), ""
 

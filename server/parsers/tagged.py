@@ -14,6 +14,7 @@ from .references import referred
 from .scanner import END, NOTHING, Scanner, Script, Trimmer
 
 MAX_TAG = 256  # characters: names of functions have at most 64, of parameters seldom 32
+MAX_LEFT = 64  # parameters whose tags are told from those of others: each is looked for at each character
 MAX_STEPS = 64  # schemas that are visited to find a parameter's types
 LITERALS = {"True": "true", "False": "false", "None": "null"}  # Python's, which models write too
 NULLS = {"null", "None"}
@@ -72,6 +73,8 @@ class Tagged(Scanner, ABC):
             names.add(name)
         listed = schema.get("properties")
         left = [each for each in listed if each not in names] if isinstance(listed, dict) and listed else None
+        if left is not None and len(left) > MAX_LEFT:
+            left = None
         kinds = types(schema, name)
         return (yield from self._value(kinds, self.value_ends(kinds, left), char, emit if is_new else lambda _: None))
 

@@ -39,9 +39,10 @@ def convert(source: Path, target: Path) -> None:
     config = read_json(source / "tokenizer_config.json", LIST_BYTES) or {}
     code = _code(config)
     if code not in KIMI_CODE:
+        named = f"names {code[:64]!r} as its code" if code else "has no auto_map for AutoTokenizer"
         raise ModelError(
-            f"{FILE} does not say how texts are split, and the code that does is not run; the tokenizers "
-            f"{' and '.join(KIMI_CODE)} are known, but not {code[:64] or 'a tokenizer without a name'!r}"
+            f"{FILE} does not say how texts are split, and the code that does is not run: tokenizer_config.json "
+            f"{named}; supported are {' and '.join(KIMI_CODE)}"
         )
     ranks = _ranks(read_file(source / FILE, MAX_BYTES) or b"")
     characters = {byte: character for character, byte in byte_of_character().items()}
@@ -64,12 +65,15 @@ def convert(source: Path, target: Path) -> None:
 
 
 def _code(config: Mapping[str, Any]) -> str:
-    """Return the name of the folder's code for its tokenizer; empty: there is none."""
+    """Return the name of the folder's code for its tokenizer; empty: there is none.
+
+    A model that transformers has saved with code of a hub names the repository before it, `REPO--file.Class`.
+    """
     named = config.get("auto_map")
     found = named.get("AutoTokenizer") if isinstance(named, dict) else named
     if isinstance(found, list) and found:
         found = found[0]
-    return found if isinstance(found, str) else ""
+    return found.rpartition("--")[2] if isinstance(found, str) else ""
 
 
 def _ranks(data: bytes) -> dict[bytes, int]:

@@ -135,7 +135,8 @@ def test_ids_after_the_file_are_special_tokens(folder: Folder) -> None:
 
 def test_names_that_the_config_lacks_are_those_of_the_code(folder: Folder) -> None:
     ranks = trained(TEXTS, 0)
-    settings = config(len(ranks), auto_map={"AutoTokenizer": "tokenization_moonshot.TikTokenTokenizer"})
+    code = "moonshotai/Moonlight-16B-A3B--tokenization_moonshot.TikTokenTokenizer"  # as transformers saves it
+    settings = config(len(ranks), auto_map={"AutoTokenizer": code})
     settings = {name: value for name, value in settings.items() if name not in DEFAULTS}
     tokenizer = Tokenizer(folder(tokenizer_config=settings, **{"tiktoken.model": lines(ranks)}))
     assert tokenizer.special_tokens == DEFAULTS
@@ -181,9 +182,9 @@ BYTES = {bytes((byte,)): byte for byte in range(256)}
 @pytest.mark.parametrize(
     ("model", "fields", "says"),
     [
-        (lines(BYTES), {"auto_map": None}, "but not 'a tokenizer without a name'"),
-        (lines(BYTES), {"auto_map": {"AutoTokenizer": ["code.Mine", None]}}, "but not 'code.Mine'"),
-        (lines(BYTES), {"auto_map": {"AutoTokenizer": [{}]}}, "but not 'a tokenizer without a name'"),
+        (lines(BYTES), {"auto_map": None}, "has no auto_map for AutoTokenizer; supported are tokenization"),
+        (lines(BYTES), {"auto_map": {"AutoTokenizer": ["code.Mine", None]}}, "names 'code.Mine' as its code; supported are tokenization"),
+        (lines(BYTES), {"auto_map": {"AutoTokenizer": [{}]}}, "has no auto_map for AutoTokenizer"),
         ("", {}, "no token for the byte 0x00"),
         (lines({token: rank for token, rank in BYTES.items() if rank != 255}), {}, "no token for the byte 0xFF"),
         ("!" + lines(BYTES), {}, "line 1 of tiktoken.model is not a token in base64 and its rank"),
