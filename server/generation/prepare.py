@@ -21,23 +21,23 @@ from ..http.errors import CONTEXT_CODE, deadline, invalid
 from ..loading import LoadedModel
 from ..parsers.parts import Plain
 from ..state import AppState
-from ..tokenization.detokenizer import Detokenizer
+from ..tokenization.detokenizer import Detokenizer, last_with_text
 from ..tokenization.encoder import Prompts, TextTooLong
 from ..tokenization.generic_tools import FORMAT as GENERIC
 from ..tokenization.generic_tools import renders_tools
-from ..tokenization.renderer import TemplateError
+from ..tokenization.renderer import TOO_LONG, TemplateError
 from ..tokenization.reranker import NO_CHAT
+from ..tokenization.stop_matcher import StopString
 from .choices import Choice, Due, Scores
 from .output import Json, Prompt
 from .output_constraint import Shape, check_accepts_grammars, hidden_ids, output_shape
-from .request import UNLIMITED, ConversationPrompt, GenerationRequest, TextPrompts, Tool
+from .prompt_limits import check_bad_words, check_prompts, max_completion
+from .request import ConversationPrompt, GenerationRequest, TextPrompts, Tool
 
 T = TypeVar("T")
 
 DEADLINE_HEADER = "X-Deadline-Ms"
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
-# Log-probabilities of prompts in one response: 10 MB of JSON, encoded in a quarter of a second (off the event loop).
-MAX_SCORES = 1 << 17
 NEVER = -100  # a logit_bias that excludes a token
 
 
@@ -66,8 +66,9 @@ async def prepare(
             app.grammars, model, caller, request, conversation=request.prompt, grammar=grammar, prompt=prompts[0]
         )
     max_tokens = [max_completion(info, request, prompt.ids) for prompt in prompts]
-    check_scores(request, prompts, info.vocab_size)
-    ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts))
+    check_prompts(request, prompts, info.vocab_size)
+    # For each choice, since the engine has them for each.
+    ticket.add_prompt(sum(len(prompt.ids) for prompt in prompts) * request.num_choices)
     bad_words = await encode_bad_words(model, caller, request)
     return Prepared(prompts, shape, shape.grammar if shape else grammar, max_tokens, bad_words)
 
@@ -138,48 +139,22 @@ def refusals(param: str) -> Iterator[None]:
     try:
         yield
     except TemplateError as error:
-        raise invalid(str(error), param) from None
+        code = CONTEXT_CODE if str(error) == TOO_LONG else "invalid_value"
+        raise invalid(str(error), param, code) from None
     except TextTooLong as error:
         raise invalid(str(error), param, CONTEXT_CODE) from None
-
-
-def max_completion(info: EngineInfo, request: GenerationRequest, ids: Sequence[int]) -> int:
-    """Return the maximum number of tokens of this prompt's completions; raises 400 if the prompt leaves none."""
-    left = info.max_len - len(ids)
-    if left < 1:
-        # Clients look for OpenAI's phrase.
-        message = f"This model's maximum context length is {info.max_len} tokens of prompt and completion together"
-        raise invalid(
-            f"{message} (--max-model-len), and the prompt has {len(ids)}.", request.prompt_field, CONTEXT_CODE
-        )
-    limit = request.limit[1]
-    most = left if limit is None or limit == UNLIMITED else min(limit, left)
-    if request.min_tokens > most:
-        raise invalid(f"Invalid 'min_tokens': the completion has at most {most} tokens.", "min_tokens")
-    return most
-
-
-def check_scores(request: GenerationRequest, prompts: list[Prompt], vocab_size: int) -> None:
-    """Raise 400 if the response would have more than MAX_SCORES log-probabilities of prompts."""
-    count = request.num_scores(vocab_size)
-    if request.scoring is None or count is None:
-        return
-    tokens = sum(len(prompt.ids) for prompt in prompts) * request.num_choices
-    if tokens * (count + 1) > MAX_SCORES:
-        message = f"{tokens} prompt tokens with {count + 1} log-probabilities each are more than {MAX_SCORES}"
-        field = request.scoring[0]
-        raise invalid(f"Invalid '{field}': {message} in one response.", field)
 
 
 async def encode_bad_words(
     model: LoadedModel, caller: Caller, request: GenerationRequest
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the bad words as tokens; raises 400 if they and the other fields exclude every token."""
+    """Return the bad words as tokens; raises 400 for too many, and if they and other fields exclude every token."""
     words: list[tuple[int, ...]] = []
     if request.bad_words:
         known = range(model.info.vocab_size)  # no other token is ever sampled
         spellings = await model.prompts.encode_words(request.bad_words, caller=caller.flow)
         words = [word for word in spellings if all(id in known for id in word)]
+        check_bad_words(request, words)
     if request.allowed_token_ids is not None:
         ends = request.stop_token_ids if request.min_tokens else ()
         never = [id for id, bias in request.logit_bias.items() if bias <= NEVER]
@@ -204,10 +179,12 @@ def make_choices(
     # As in vLLM, the model's own end is not reported. With ignore_eos it ends a text only if the request names it.
     eos_ids = () if request.ignore_eos else model.tokenizer.eos_ids
     reported_ids = frozenset(request.stop_token_ids).difference(eos_ids)
+    stops = [StopString(stop) for stop in request.stops]
     choices: list[Choice] = []
     for prompt, max_tokens in zip(prepared.prompts, prepared.max_tokens, strict=True):
         seed = app.new_seed() if request.seed is None else request.seed % 2**64
         scores = None if request.scoring is None else Scores()
+        context = last_with_text(model.tokenizer, prompt.ids, hidden)
         for i in range(request.num_choices):
             params = request.params(
                 model.default_sampling,
@@ -220,11 +197,11 @@ def make_choices(
             )
             stream = Detokenizer(
                 model.tokenizer,
-                request.stops,
+                stops,
                 include_stop=request.include_stop,
                 may_resume=shape is not None and shape.enforces_calls,
                 hidden=hidden,
-                context=prompt.ids,
+                context=context,
                 strip=grammar is None,
                 min_tokens=request.min_tokens,
             )

@@ -9,22 +9,21 @@ import json
 from types import NoneType
 from typing import Any
 
-from ..parsers.references import referred
+from .lookups import MAX_REFERENCES, Lookups
 from .regex_length import MAX_SHORTEST
 
 # Keywords that do not constrain a name.
 ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
 LENGTHS = frozenset(("minLength", "maxLength"))
-MAX_REFERENCES = 8  # that follow each other
 
 
-def replace_names(schema: dict[str, Any], root: dict[str, Any], limit: int) -> int:
+def replace_names(schema: dict[str, Any], lookups: Lookups, limit: int) -> int:
     """Replace the `propertyNames` of an object's schema; return by how many characters that lengthens it.
 
     Names that are listed become `properties`, a pattern or a length one of `patternProperties`, and all others are
-    forbidden. Where that is impossible, or longer than `limit`, the keyword stays.
+    forbidden. Where that is impossible, or longer than `limit`, the keyword stays. Raises OutOfWork, without a change.
     """
-    names = resolved(schema.get("propertyNames"), root)
+    names = resolved(schema.get("propertyNames"), lookups)
     if names is None or names.pop("type", "string") != "string":
         return 0
     own, other = schema.get("properties", {}), schema.get("additionalProperties", True)
@@ -37,6 +36,7 @@ def replace_names(schema: dict[str, Any], root: dict[str, Any], limit: int) -> i
         return 0
     listed = names.get("enum", [names.get("const")])
     if names.keys() in ({"enum"}, {"const"}) and isinstance(listed, list):
+        lookups.spend(len(listed) + len(own))
         allowed = dict.fromkeys(name for name in listed if isinstance(name, str))
         kept = {name: value for name, value in own.items() if name in allowed}
         added = {name: other for name in allowed if other is not False and name not in own}
@@ -54,17 +54,18 @@ def replace_names(schema: dict[str, Any], root: dict[str, Any], limit: int) -> i
     return length
 
 
-def resolved(names: Any, root: dict[str, Any]) -> dict[str, Any] | None:
+def resolved(names: Any, lookups: Lookups) -> dict[str, Any] | None:
     """Return the schema of the names without annotations, or the definition that it refers to; None if unknown."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(names, dict):
             return None
+        lookups.spend(len(names))
         names = {keyword: value for keyword, value in names.items() if keyword not in ANNOTATIONS}
         if "$ref" not in names:
             return names
-        if len(names) > 1 or "$id" in root or not isinstance(reference := names["$ref"], str):
+        if len(names) > 1 or "$id" in lookups.root or not isinstance(reference := names["$ref"], str):
             return None
-        names = referred(root, reference)
+        names = lookups.target(reference)
     return None
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from engine import grammar_problem
 
 from ..http.excerpt import shown
 from ..parsers.references import referred
+from .lookups import Lookups, OutOfWork
 from .property_names import replace_names
 from .regex_length import MAX_SHORTEST, is_too_long, shortest
 from .unions import require_tag
@@ -22,6 +24,9 @@ from .unions import require_tag
 MAX_DEPTH = 64  # schemas within schemas
 MAX_SOURCE = 64 << 10  # bytes of a request's grammar or schema
 MAX_WRITTEN = 256 << 10  # bytes of the grammar that the server writes of a request's: 256 functions of 1 KiB each
+# References, values and names that the rewriting of a schema may visit, per character of it. Each takes a few
+# characters of an ordinary schema; only many references to one long definition take more.
+WORK_PER_CHARACTER = 2
 SEARCH_S = 0.05  # to locate a problem that only llguidance detects
 
 # What llguidance cannot guarantee. Ignoring it would admit output that the schema forbids.
@@ -97,6 +102,7 @@ def constraining(schema: Any) -> Any:
     if any(depth > MAX_DEPTH for _, _, depth in nodes):
         return schema  # find_problem refuses it
     left = MAX_SOURCE - len(text)
+    lookups = Lookups(copy, WORK_PER_CHARACTER * len(text))
     for _, node, _ in reversed(nodes):  # inner ones first: an outer one may repeat them
         for keyword, values in EMPTY.items():
             value = node.get(keyword)
@@ -104,10 +110,11 @@ def constraining(schema: Any) -> Any:
                 del node[keyword]
         if isinstance(name := node.get("format"), str) and name not in FORMATS:
             del node["format"]
-        if "propertyNames" in node:
-            left -= replace_names(node, copy, left)
-        if "oneOf" in node:
-            require_tag(node, copy)
+        with suppress(OutOfWork):  # the gate refuses what stays, with its position
+            if "propertyNames" in node:
+                left -= replace_names(node, lookups, left)
+            if "oneOf" in node:
+                require_tag(node, lookups)
         _raise_bounds(node)
     return copy
 

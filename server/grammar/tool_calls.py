@@ -54,8 +54,10 @@ def call_grammar(
     which the model may write in any case if its format has one. `special`: ids of all added tokens of the vocabulary
     by their texts, whether they are flagged as special or not. `content`: the grammar of a completion without
     calls (`json_schema`, `regex` or `choice`) and its text; None: any text. `budget`: the maximum number of reasoning
-    tokens, without the delimiter that ends the reasoning, which must be a single token. Arguments that the format cannot
-    carry, or not within MAX_WRITTEN characters, are written as JSON; raises TooLong if that is too long as well.
+    tokens, without the delimiter that ends the reasoning, which must be a single token.
+
+    Arguments that the format cannot carry, or not within MAX_WRITTEN characters, are written as JSON. Raises TooLong if
+    that is too long as well.
     """
     if formats.tools is None:
         formats = formats._replace(tools="json")
@@ -67,7 +69,7 @@ def call_grammar(
 
 
 def _forced(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> Forced:
-    """Write a grammar. Raises TooLong, or Inexpressible if its format cannot carry the arguments, valid by construction."""
+    """Write a grammar. Raises TooLong, and Inexpressible if its format cannot carry valid arguments by construction."""
     writer = WRITERS[lark.formats.tools or "json"] if tools or lark.formats.tools == "gpt_oss" else _no_calls
     lark.rules["start"] = writer(lark, tools, is_free, parallel) + lark.ending()
     return Forced("lark", lark.text, lark.formats)

@@ -6,41 +6,36 @@ a tag with a default out of `required`.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from ..parsers.references import referred
-
-MAX_REFERENCES = 8  # that follow each other
+from .lookups import Lookups
 
 
-def require_tag(schema: dict[str, Any], root: dict[str, Any]) -> None:
+def require_tag(schema: dict[str, Any], lookups: Lookups) -> None:
     """Require the first property whose values differ between all alternatives of a `oneOf`, if there is one.
 
-    What follows the schema then also follows the one without the change.
+    What follows the schema then also follows the one without the change. Raises OutOfWork, without a change.
     """
-    alternatives = [_followed(each, root) for each in schema["oneOf"]] if isinstance(schema["oneOf"], list) else []
+    alternatives = [lookups.followed(each) for each in schema["oneOf"]] if isinstance(schema["oneOf"], list) else []
     if not alternatives or not all(isinstance(each.get("properties"), dict) for each in alternatives):
         return
-    for name in alternatives[0]["properties"]:
-        values = [_values(_followed(each["properties"].get(name), root)) for each in alternatives]
-        if all(values) and len(set().union(*values)) == sum(map(len, values)):
-            for each in alternatives:
-                if isinstance(required := each.get("required", []), list) and name not in required:
-                    each["required"] = [*required, name]
-            return
+    tag = next((name for name in alternatives[0]["properties"] if _differs(name, alternatives, lookups)), None)
+    if tag is None:
+        return
+    required = [each.get("required", []) for each in alternatives]
+    lookups.spend(sum(len(names) for names in required if isinstance(names, list)))
+    for each, names in zip(alternatives, required, strict=True):
+        if isinstance(names, list) and tag not in names:
+            each["required"] = [*names, tag]
 
 
-def _followed(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema, or the one that it refers to; empty if there is none."""
-    for _ in range(MAX_REFERENCES):
-        if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
-            break
-        schema = referred(root, reference)
-    return schema if isinstance(schema, dict) else {}
-
-
-def _values(schema: dict[str, Any]) -> set[str]:
-    """Return the values that a schema lists, as JSON; empty if it lists none."""
-    listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    return {json.dumps(value, sort_keys=True) for value in listed} if isinstance(listed, list) else set()
+def _differs(name: str, alternatives: list[dict[str, Any]], lookups: Lookups) -> bool:
+    """Whether no two alternatives list the same value of a property, and all list some."""
+    seen: set[str] = set()
+    for each in alternatives:
+        values = lookups.values(lookups.followed(each["properties"].get(name)))
+        lookups.spend(len(values))
+        if not values or not seen.isdisjoint(values):
+            return False
+        seen |= values
+    return True

@@ -68,6 +68,7 @@ class Ticket:
     choices: int
     prompt_tokens: int = 0
     inputs: int = 0  # of an embedding request
+    num_bytes: int = 0  # of a stored conversation
     is_open: bool = True
 
     def add_prompt(self, tokens: int) -> None:
@@ -177,7 +178,9 @@ class Limits:
         self.choices.release(flow, ticket.choices)
         self.tokens.release(flow, ticket.prompt_tokens)
         self.inputs.release(flow, ticket.inputs)
-        self._finished.append((self._clock(), ticket.choices))
+        self.bytes.release(flow, ticket.num_bytes)
+        if ticket.choices:
+            self._finished.append((self._clock(), ticket.choices))
         if self.open_choices == 0:
             waiters, self._waiters = self._waiters, []
             for wake in waiters:
@@ -216,6 +219,15 @@ class Limits:
         if num_bytes > self.max_body_bytes:
             message = f"The body is larger than {self.max_body_bytes} bytes (--max-body-bytes)."
             raise ApiError(413, message, code="body_too_large")
+
+    def hold_bytes(self, caller: Caller, num_bytes: int) -> Ticket:
+        """Count what a request reads of stored responses like bytes of its body, until the ticket is released. Raises
+        503 or 429."""
+        self._check(self.bytes, caller, num_bytes, "body_bytes", "bytes of requests and stored responses")
+        self.bytes.acquire(caller.flow, num_bytes, caller.weight)
+        ticket = Ticket(self, caller, choices=0, num_bytes=num_bytes)
+        caller.tickets.append(ticket)
+        return ticket
 
     def count_bytes(self, caller: Caller, num_bytes: int, so_far: int) -> None:
         """Count `num_bytes` more of a body of which `so_far` have been read; raises 413, 503 or 429."""

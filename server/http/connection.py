@@ -115,6 +115,8 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         self.cycle.transport = _CycleTransport(self, self.cycle)
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.send = _Unchunked(self.cycle)  # type: ignore[method-assign]
         self.cycle.scope["state"][CUT_OFF] = self.unsent.cut_off  # type: ignore[typeddict-item]
         self._cycles.append(self.cycle)
         self.flow.resume_reading()  # uvicorn pauses it for a pipelined request
@@ -247,6 +249,27 @@ class _Flow(FlowControl):
     def resume_reading(self) -> None:
         if len(self._connection.pipeline) < MAX_PIPELINED:
             super().resume_reading()
+
+
+class _Unchunked:
+    """Sends the response of one request cycle without chunks, which HTTP/1.0 does not have (RFC 9112, 6.1).
+
+    A body without a length ends where the connection does, which uvicorn never keeps open for HTTP/1.0.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._has_length = True  # of the body, known with the head
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not self._has_length:
+                self._cycle.chunked_encoding = False
+        elif message["type"] == "http.response.body" and not self._has_length:
+            self._cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares and subtracts it
+        await self._send(message)
 
 
 class _CycleTransport(asyncio.Transport):

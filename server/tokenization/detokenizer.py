@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Sequence
 
-from .stop_matcher import StopMatcher
+from .stop_matcher import StopMatcher, StopString
 from .tokenizer import Tokenizer
 
 
@@ -25,7 +25,7 @@ class Detokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stops: Sequence[str] = (),
+        stops: Sequence[StopString] = (),
         *,
         include_stop: bool = False,
         may_resume: bool = False,
@@ -42,14 +42,14 @@ class Detokenizer:
         self.start = 0  # offset of the first character of the last token
         self._decoder = tokenizer.decoder
         self._hidden = tokenizer.special_ids if hidden is None else hidden
-        self._stops = [StopMatcher(stop) for stop in stops if stop]
+        self._stops = [StopMatcher(stop) for stop in stops]
         self._min_tokens = min_tokens
         self._strip = strip
         self._num_tokens = 0
         self._held = ""  # decoded text that may begin a stop string
         self._after: int | None  # the last token that has text
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._half = self._read_context(context)
+        self._half = self._read_context(last_with_text(tokenizer, context, self._hidden))
 
     def feed(self, token_id: int) -> str:
         """Return the text that one more token makes final; nothing after a stop string, which `included` returns if it
@@ -113,16 +113,11 @@ class Detokenizer:
         found = [(end - len(stop.text), end, stop.text) for stop in self._stops for end in stop.feed(new)]
         return min(found, default=None) if self._num_tokens > self._min_tokens else None
 
-    def _read_context(self, context: Sequence[int]) -> str:
-        """Start after the prompt; returns its text for an incomplete character at its end, which may be completed."""
-        last: list[int] = []
-        for token_id in reversed(context):
-            if token_id not in self._hidden and self._decoder.piece(token_id, token_id):
-                last.append(token_id)
-                if len(last) == 3:  # an incomplete character has at most three bytes, a token at least one
-                    break
-        end = b"".join(self._decoder.piece(token_id, token_id) or b"" for token_id in reversed(last))
-        self._after = last[0] if last else None
+    def _read_context(self, last: list[int]) -> str:
+        """Start after the prompt, whose last tokens with text these are; returns its text for an incomplete character
+        at its end, which may be completed."""
+        end = b"".join(self._decoder.piece(token_id, token_id) or b"" for token_id in last)
+        self._after = last[-1] if last else None
         for length in range(1, min(3, len(end)) + 1):
             if not self._utf8.decode(end[-length:]):
                 return end[-length:].decode("utf-8", "replace")  # two U+FFFD for half a surrogate
@@ -134,6 +129,20 @@ class Detokenizer:
             half, self._half = self._half, ""
             return text.removeprefix(half)
         return text
+
+
+def last_with_text(tokenizer: Tokenizer, ids: Sequence[int], hidden: Collection[int]) -> list[int]:
+    """Return the last tokens that have text, as many as an incomplete character at their end can have.
+
+    As the `context` of a Detokenizer they do for all ids, which can be many tokens without text.
+    """
+    last: list[int] = []
+    for token_id in reversed(ids):
+        if token_id not in hidden and tokenizer.decoder.piece(token_id, token_id):
+            last.append(token_id)
+            if len(last) == 3:  # an incomplete character has at most three bytes, a token at least one
+                break
+    return last[::-1]
 
 
 def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = False) -> list[int]:

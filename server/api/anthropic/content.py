@@ -10,10 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from ...generation.output import Json
+from ...http.errors import CONTEXT_CODE, invalid
 from ...http.fields import LABEL, Refused, RefusedKinds, Wire, refused
 from .. import notes
 from ..chat.request import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
-from ..sampling import Text
+from ..sampling import MAX_TEXT, Text
 
 MAX_NAME = 128  # of a tool: agents put the name of the tool's server before it
 
@@ -162,9 +163,32 @@ Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="rol
 Messages = Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
+class Definitions:
+    """The definitions of tools, by which references to them are replaced.
+
+    A small body can refer to a long definition thousands of times. So each is written once, and all references together
+    may be as long as the texts of a body.
+    """
+
+    def __init__(self, tools: Mapping[str, Json]) -> None:
+        self._tools = tools
+        self._texts: dict[str, str] = {}
+        self._left = MAX_TEXT
+
+    def text(self, name: str) -> str:
+        """Return the definition of a tool for one more reference; raises 400 if that makes the prompt too long."""
+        if name not in self._texts:
+            self._texts[name] = json.dumps(self._tools[name], ensure_ascii=False)
+        self._left -= len(self._texts[name])
+        if self._left < 0:
+            message = f"the definitions of tools, one for each tool_reference, have more than {MAX_TEXT} characters"
+            raise invalid(f"Invalid 'messages': {message} together.", "messages", CONTEXT_CODE)
+        return self._texts[name]
+
+
 def turns(system: str | list[TextBlock] | None, messages: list[Turn], tools: Mapping[str, Json]) -> list[Json]:
     """Return the conversation in the form of chat completions; successive messages of one role are one turn. `tools`:
-    what a reference to a tool is replaced by.
+    what a reference to a tool is replaced by. Raises 400 if that makes the conversation too long.
 
     A tool found late is defined where it was found, and not in the list at the front, where chat templates put tools:
     the prompt before it stays as it is, and in the prefix cache.
@@ -172,13 +196,14 @@ def turns(system: str | list[TextBlock] | None, messages: list[Turn], tools: Map
     instructions = [text for text in texts(system or []) if not text.startswith(ACCOUNTING)]
     made: list[Json] = [{"role": "system", "content": content(instructions)}] if instructions else []
     names: dict[str, str] = {}  # of the tools, by the id of the call
+    definitions = Definitions(tools)
     for is_answer, group in itertools.groupby(messages, lambda message: message.role == "assistant"):
         parts = [part for message in group for part in blocks(message)]
         if is_answer:
             made.append(assistant_turn(parts))
             names |= {part.id: part.name for part in parts if isinstance(part, ToolUseBlock)}
         else:
-            made += user_turns(parts, names, tools)
+            made += user_turns(parts, names, definitions)
     return made
 
 
@@ -240,7 +265,7 @@ def assistant_turn(parts: list[Block]) -> Json:
     return turn
 
 
-def user_turns(parts: list[Block], names: dict[str, str], tools: Mapping[str, Json]) -> Iterator[Json]:
+def user_turns(parts: list[Block], names: dict[str, str], definitions: Definitions) -> Iterator[Json]:
     """Yield the turns of the user's texts and of the tools' results, in their order."""
     for is_result, group in itertools.groupby(parts, lambda part: isinstance(part, ToolResultBlock)):
         if not is_result:
@@ -248,7 +273,7 @@ def user_turns(parts: list[Block], names: dict[str, str], tools: Mapping[str, Js
             continue
         for part in group:
             assert isinstance(part, ToolResultBlock)
-            given = texts(part.content or [], tools)
+            given = texts(part.content or [], definitions)
             if part.is_error:
                 given = [f"Error: {given[0]}", *given[1:]] if any(given) else ["Error"]
             turn = {"role": "tool", "tool_call_id": part.tool_use_id, "content": content(given)}
@@ -256,15 +281,15 @@ def user_turns(parts: list[Block], names: dict[str, str], tools: Mapping[str, Js
             yield turn if name is None else {**turn, "name": name}
 
 
-def texts(parts: str | Iterable[Block], tools: Mapping[str, Json] | None = None) -> list[str]:
+def texts(parts: str | Iterable[Block], definitions: Definitions | None = None) -> list[str]:
     if isinstance(parts, str):
         return [parts]
     made = []
     for part in parts:
         if isinstance(part, TextBlock):
             made.append(part.text)
-        elif isinstance(part, ToolReferenceBlock):
-            made.append(json.dumps((tools or {})[part.tool_name], ensure_ascii=False))
+        elif isinstance(part, ToolReferenceBlock) and definitions is not None:
+            made.append(definitions.text(part.tool_name))
     return made
 
 

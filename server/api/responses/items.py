@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -196,20 +197,30 @@ Item = Annotated[
 Items = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
 
 
-def is_repeat(item: Json, before: dict[str, Json]) -> bool:
-    """Whether an item is an output that the conversation before it, by ids, already has.
+def without_repeats(items: list[Json], before: Mapping[str, Json]) -> list[Json]:
+    """Return the items without the outputs that the conversation before them, by ids, already has.
 
     Clients send outputs again by mistake, beside the id of the response that has them. A message of a user stays even
     then: a client may give all of them one id, and the same text twice can be meant.
     """
-    earlier = before.get(item.get("id", ""))
-    if earlier is None or earlier["type"] != item["type"] or item.get("role", "assistant") != "assistant":
-        return False
+    contents: dict[str, Any] = {}  # of earlier items, which can be long, and many items may have one id
+
+    def is_repeat(item: Json) -> bool:
+        earlier = before.get(item.get("id", ""))
+        if earlier is None or earlier["type"] != item["type"] or item.get("role", "assistant") != "assistant":
+            return False
+        if item is not earlier and item["id"] not in contents:
+            contents[item["id"]] = content_of(earlier)
+        return item is earlier or bool(content_of(item) == contents[item["id"]])
+
+    return [item for item in items if not is_repeat(item)]
+
+
+def content_of(item: Json) -> Any:
+    """Return the part of an item that a repetition has in common with it."""
     if item["type"] == "reasoning":
-        return reasoning_text(item) == reasoning_text(earlier)
-    if item["type"] == "additional_tools":
-        return bool(item["tools"] == earlier["tools"])
-    return as_turns([item]) == as_turns([earlier])
+        return reasoning_text(item)
+    return item["tools"] if item["type"] == "additional_tools" else as_turns([item])
 
 
 def as_turns(items: list[Json]) -> list[Json]:

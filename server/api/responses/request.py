@@ -164,6 +164,7 @@ class ResponsesRequest(Labels, GenerationFields):
 
     _before: list[Json] = PrivateAttr(default_factory=list)
     _own: list[Json] | None = PrivateAttr(default=None)
+    _callables: list[Callable] | None = PrivateAttr(default=None)
 
     @field_validator("background")
     @classmethod
@@ -239,7 +240,7 @@ class ResponsesRequest(Labels, GenerationFields):
 
     def expand(self, before: list[Json], own: list[Json]) -> None:
         """Set the conversation before the input, and the input with its references replaced."""
-        self._before, self._own = before, own
+        self._before, self._own, self._callables = before, own, None
 
     @property
     def is_stored(self) -> bool:
@@ -298,6 +299,11 @@ class ResponsesRequest(Labels, GenerationFields):
     @property
     def callables(self) -> list[Callable]:
         """The functions and custom tools of the request and of its conversation; of those of one name the last."""
+        if self._callables is None:  # each call of the output asks for them
+            self._callables = self._find_callables()
+        return self._callables
+
+    def _find_callables(self) -> list[Callable]:
         found = callables(self.tools, "tools")
         for index, item in enumerate(self.items, start=-len(self._before)):
             if item["type"] == "additional_tools":

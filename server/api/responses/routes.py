@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Collection
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -13,16 +13,17 @@ from msgspec.json import decode
 
 from ...generation.http_response import respond
 from ...generation.output import Json
-from ...http.admission import Caller
+from ...grammar.schemas import MAX_SOURCE
+from ...http.admission import Caller, Limits
 from ...http.auth import UserDep
 from ...http.body import body
-from ...http.errors import OPENAI_ERRORS, ApiError, invalid, not_found
+from ...http.errors import CONTEXT_CODE, OPENAI_ERRORS, ApiError, invalid, not_found
 from ...http.excerpt import shown
 from ...http.openapi import described, events, returned
 from ...state import AppDep
 from .. import conversation
 from ..tools import MAX_TOOLS
-from .items import MAX_ITEMS, is_repeat
+from .items import MAX_ITEMS, without_repeats
 from .request import Included, ResponsesRequest
 from .response import ResponsesWriter, item_id, response_of
 from .schema import InputItems, InputTokens, ResponseDeleted, ResponseEvent, ResponseObject
@@ -64,7 +65,7 @@ SAME_BODY = {
     "examples": [{"model": "builtin", "input": "What is continuous batching?"}],
 }
 STORED: dict[int | str, dict[str, Any]] = {
-    **{status: OPENAI_ERRORS[status] for status in (400, 401, 503)},
+    **{status: OPENAI_ERRORS[status] for status in (400, 401, 429, 503)},
     404: {**OPENAI_ERRORS[404], "description": "No such response, or not the caller's"},
 }
 INCLUDE_NOTE = "Accepted: a response contains what the request that created it included."
@@ -81,13 +82,15 @@ async def create(
     """Generate a response to a text or a conversation, which may continue a stored one."""
     if payload.is_empty:
         raise no_input()
-    await resolve(responses.store, caller, payload)
-    keep = keeper(responses.store, app.keys.payer(caller), caller, payload)
+    num_stored = await resolve(responses.store, app.limits, caller, payload)
+    keep = Keeper(responses.store, app.keys.payer(caller), caller, payload)
     write = partial(ResponsesWriter, payload, store=keep)
     made = await respond(app, caller, request, payload.resolve(), write=write, prefix="resp_")
+    assert isinstance(made.writer, ResponsesWriter)
+    if num_stored and payload.is_stored:
+        await asyncio.to_thread(keep.encode, made.writer.head.id)  # what the body adds is no longer than the body
     if not payload.background:
         return made
-    assert isinstance(made.writer, ResponsesWriter)
     queued = made.writer.keep("queued")
     responses.start(queued.id, Job(made.generation, made.writer), caller.hand_over())
     return reply(msgspec.json.encode(queued))
@@ -95,7 +98,7 @@ async def create(
 
 @router.post(
     "/v1/responses/input_tokens",
-    responses={status: OPENAI_ERRORS[status] for status in (400, 401, 404, 413, 503)},
+    responses={status: OPENAI_ERRORS[status] for status in (400, 401, 404, 413, 429, 503)},
     openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": SAME_BODY}}}},
 )
 async def input_tokens(
@@ -104,7 +107,7 @@ async def input_tokens(
     """Count the tokens of the prompt of such a response, without generating or storing anything."""
     if payload.is_empty and payload.instructions is None:
         raise no_input()
-    await resolve(responses.store, caller, payload)
+    await resolve(responses.store, app.limits, caller, payload)
     count = await conversation.count_tokens(app, caller, request, payload.model, payload.prompt_source, field="input")
     return InputTokens(input_tokens=count)
 
@@ -162,6 +165,7 @@ async def delete(response_id: str, responses: ResponsesDep, caller: UserDep) -> 
 async def input_items(
     *,
     response_id: str,
+    app: AppDep,
     responses: ResponsesDep,
     caller: UserDep,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -172,23 +176,34 @@ async def input_items(
 ) -> Response:
     """List the conversation before a response, with what it continues; `after` is the last item of a page."""
     record = await found(responses.store, caller, response_id)
+    app.limits.hold_bytes(caller, record.num_bytes)  # of which many can wait for a thread
     return reply(await asyncio.to_thread(page_of, record.items, limit, order, after))
 
 
-def keeper(store: Store, payer: str, caller: Caller, payload: ResponsesRequest) -> Callable[[ResponseObject], None]:
-    """Return a function that stores one request's response with the conversation before it, unless store is false."""
-    items = b""  # the conversation; encoded once, since it can be long
+class Keeper:
+    """Stores one request's response with the conversation before it, unless store is false."""
 
-    def keep(response: ResponseObject) -> None:
-        nonlocal items
-        if payload.is_stored:
-            is_replacement = bool(items)
-            items = items or msgspec.json.encode(named(payload, response.id))
+    def __init__(self, store: Store, payer: str, caller: Caller, payload: ResponsesRequest) -> None:
+        self._store = store
+        self._payer = payer
+        self._caller = caller
+        self._payload = payload
+        self._items = b""  # the conversation; encoded once, since it can be long
+        self._is_kept = False  # an earlier version of the response
+
+    def __call__(self, response: ResponseObject) -> None:
+        """Store the response as it is now."""
+        if self._payload.is_stored:
+            self.encode(response.id)
             is_open = response.status in OPEN
-            record = Record(response.id, caller.key, is_open, msgspec.json.encode(response), items, payer)
-            store.put(record, is_replacement)
+            answer = msgspec.json.encode(response)
+            record = Record(response.id, self._caller.key, is_open, answer, self._items, self._payer)
+            self._store.put(record, self._is_kept)
+            self._is_kept = True
 
-    return keep
+    def encode(self, response_id: str) -> None:
+        """Encode the conversation, unless that is done already."""
+        self._items = self._items or msgspec.json.encode(named(self._payload, response_id))
 
 
 def named(payload: ResponsesRequest, response_id: str) -> list[Json]:
@@ -227,26 +242,60 @@ def reply(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-async def resolve(store: Store, caller: Caller, payload: ResponsesRequest) -> None:
-    """Look up what a request continues and the items that it refers to; raises 400 for unknown ids."""
-    before: list[Json] = []
+async def resolve(store: Store, limits: Limits, caller: Caller, payload: ResponsesRequest) -> int:
+    """Look up what a request continues and the items that it refers to; return the number of their bytes.
+
+    Raises 400 for unknown ids and for a conversation that is longer than a body may be, and 429 or 503 if too many
+    requests have long ones.
+    """
+    before: list[StoredItem] = []
     if payload.previous_response_id is not None:
-        before = await stored_items(store, caller, payload.previous_response_id)
-    continued = {item["id"]: item for item in before}
-    known = dict(continued)
-    own = []
-    for index, item in enumerate(payload.given):
-        is_reference = item["type"] == "item_reference"
-        own.append(await referred(store, caller, item["id"], known, f"input.{index}.id") if is_reference else item)
+        before = await stored_items(store, limits, caller, payload.previous_response_id)
+    known = {stored.item["id"]: stored for stored in before}
+    continued = {id: stored.item for id, stored in known.items()}
+    given = payload.given
+    wanted = {item["id"] for item in given if item["type"] == "item_reference"}
+    own: list[Json] = []
+    before_bytes, own_bytes = sum(stored.num_bytes for stored in before), 0
+    for index, item in enumerate(given):
+        if item["type"] != "item_reference":
+            own.append(item)
+            continue
+        id = item["id"]
+        if id not in known:
+            for stored in await referred(store, limits, caller, id, wanted):
+                known.setdefault(stored.item["id"], stored)
+        if id not in known:
+            raise invalid(f"There is no stored item '{shown(id)}'.", f"input.{index}.id", "item_not_found")
+        # For each reference again: a few bytes of the body can stand for a long item.
+        own_bytes += known[id].num_bytes
+        check_size(limits, before_bytes + own_bytes, "input")
+        own.append(known[id].item)
     if len(before) + len(own) > MAX_ITEMS:
         message = f"Invalid 'input': the conversation has {len(before) + len(own)} items, and may have {MAX_ITEMS}."
         raise invalid(message, "input")
-    payload.expand(before, [item for item in own if not is_repeat(item, continued)])
-    if len(payload.callables) > MAX_TOOLS:
+    if own_bytes:
+        limits.hold_bytes(caller, own_bytes)
+    payload.expand([stored.item for stored in before], without_repeats(own, continued))
+    num_bytes = before_bytes + own_bytes
+    # On a thread, since stored tools are validated again.
+    found = await asyncio.to_thread(lambda: payload.callables) if num_bytes else payload.callables
+    if len(found) > MAX_TOOLS:
         raise invalid(f"Invalid 'input': the conversation has more than {MAX_TOOLS} functions.", "input")
+    if sum(len(each.grammar.definition) for each in found if each.grammar is not None) > MAX_SOURCE:
+        message = f"the tools of the conversation have grammars of more than {MAX_SOURCE} characters together"
+        raise invalid(f"Invalid 'input': {message}.", "input")
+    return num_bytes
 
 
-async def stored_items(store: Store, caller: Caller, response_id: str) -> list[Json]:
+def check_size(limits: Limits, num_bytes: int, field: str) -> None:
+    """Raise 400 for a stored conversation that is longer than a body may be."""
+    if num_bytes > (limit := limits.max_body_bytes):
+        message = f"with its stored items the conversation has more than {limit} bytes (--max-body-bytes)"
+        raise invalid(f"Invalid '{field}': {message}.", field, CONTEXT_CODE)
+
+
+async def stored_items(store: Store, limits: Limits, caller: Caller, response_id: str) -> list[StoredItem]:
     """Return all items of a stored response, including its own output."""
     record = await store.get(response_id, caller.key)
     field = "previous_response_id"
@@ -254,21 +303,28 @@ async def stored_items(store: Store, caller: Caller, response_id: str) -> list[J
         raise invalid(f"There is no stored response '{shown(response_id)}'.", field, "previous_response_not_found")
     if record.is_open:
         raise invalid(f"Invalid '{field}': the response is not complete yet.", field)
+    limits.hold_bytes(caller, record.num_bytes)
+    check_size(limits, len(record.items), field)
     return await asyncio.to_thread(all_items, record)
 
 
-async def referred(store: Store, caller: Caller, id: str, known: dict[str, Json], field: str) -> Json:
-    """Return the item of an id. `known` has the items found so far; all items of its response are added to it."""
-    if id not in known:
-        record = await store.get(response_of(id), caller.key)
-        items = [] if record is None else await asyncio.to_thread(all_items, record)
-        known |= {item["id"]: item for item in items}
-    if id not in known:
-        raise invalid(f"There is no stored item '{shown(id)}'.", field, "item_not_found")
-    return known[id]
+async def referred(store: Store, limits: Limits, caller: Caller, id: str, wanted: Collection[str]) -> list[StoredItem]:
+    """Return the `wanted` items of the response that the item `id` belongs to."""
+    record = await store.get(response_of(id), caller.key)
+    if record is None:
+        return []
+    with limits.hold_bytes(caller, record.num_bytes):
+        return await asyncio.to_thread(all_items, record, wanted)
 
 
 # The rest runs on a thread, since a stored conversation can have tens of megabytes.
+
+
+class StoredItem(NamedTuple):
+    """An item of a stored conversation, and the length of its JSON."""
+
+    item: Json
+    num_bytes: int
 
 
 class Identified(msgspec.Struct):
@@ -313,15 +369,20 @@ def page_of(data: bytes, limit: int, order: str, after: str | None) -> bytes:
     return msgspec.json.encode(InputItems("list", page, first, last, len(items) > limit))
 
 
-def all_items(record: Record) -> list[Json]:
-    """Return a response's conversation and output as the next response reads them."""
-    items: list[Json] = [decode(item) for item in elements(record.items)]
+def all_items(record: Record, wanted: Collection[str] | None = None) -> list[StoredItem]:
+    """Return a response's conversation and output as the next response reads them; `wanted`: the ids, None for all."""
+    items = [
+        StoredItem(decode(item), len(memoryview(item)))
+        for item in elements(record.items)
+        if wanted is None or msgspec.json.decode(item, type=Identified).id in wanted
+    ]
     for item in decode(record.answer)["output"]:
         if item["type"] in ("function_call", "custom_tool_call") and item["status"] != "completed":
             continue  # a call that was cut off cannot be run
         if item["type"] == "message":
             item["content"] = [{**part, "logprobs": []} for part in item["content"]]
-        items.append(item)
+        if wanted is None or item["id"] in wanted:
+            items.append(StoredItem(item, len(msgspec.json.encode(item))))
     return items
 
 

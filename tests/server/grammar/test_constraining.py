@@ -9,7 +9,16 @@ import pydantic
 import pytest
 
 from engine import GrammarTrial
-from server.grammar.schemas import LEAST_INTEGER, constraining, find_problem
+from server.grammar import lookups
+from server.grammar.lookups import Lookups
+from server.grammar.schemas import (
+    LEAST_INTEGER,
+    MAX_SOURCE,
+    WORK_PER_CHARACTER,
+    compact,
+    constraining,
+    find_problem,
+)
 
 
 class Cat(pydantic.BaseModel):
@@ -85,3 +94,76 @@ def test_other_bounds_stay_as_they_are() -> None:
         {"minimum": -(2**63)},
     ):
         assert constraining(schema) == schema
+
+
+# Work: a small schema can refer to a large definition thousands of times, and all of this runs on the event loop.
+
+MANY_VALUES = {"properties": {"k": {"enum": [*range(5500)]}}}
+MANY_NAMES = {"properties": {f"p{i:x}": {} for i in range(3500)}}
+HARD = {
+    "one definition as every alternative": union(*[{}] * 2, **{"$defs": {"x": MANY_VALUES}})
+    | {"oneOf": [{"$ref": "#/$defs/x"}] * 1500},
+    "alternatives with many properties": {"$defs": {"x": MANY_NAMES}, "oneOf": [{"$ref": "#/$defs/x"}] * 1200},
+    "many unions of the same alternatives": {
+        "$defs": {
+            "e": {"enum": [*range(2000)]},
+            "a": {"properties": {f"p{i}": {"$ref": "#/$defs/e"} for i in range(400)}},
+            "b": {"properties": {f"p{i}": {"$ref": "#/$defs/e"} for i in range(400)}},
+        },
+        "properties": {f"u{i}": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]} for i in range(300)},
+    },
+    "a long chain of references": {
+        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#" + "/$defs" * 5000}},
+        "oneOf": [{"$ref": "#/$defs/a"}] * 1200,
+    },
+    "the same names for many objects": {
+        "$defs": {"n": {"enum": [f"n{i}" for i in range(4000)]}},
+        "properties": {f"u{i}": {"propertyNames": {"$ref": "#/$defs/n"}} for i in range(600)},
+    },
+}
+
+
+@pytest.mark.parametrize("schema", HARD.values(), ids=HARD)
+def test_the_work_is_linear_in_the_length_of_the_schema(
+    monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any]
+) -> None:
+    text, work = compact(schema), 0
+    assert len(text) <= MAX_SOURCE
+    spend, to_json, values, follow = Lookups.spend, json.dumps, Lookups.values, lookups.referred
+    seen: set[str] = set()
+
+    def spending(self: Lookups, amount: int) -> None:
+        nonlocal work
+        spend(self, amount)  # raises for what is not done
+        work += amount
+
+    def comparing(self: Lookups, schema: dict[str, Any]) -> frozenset[str]:
+        nonlocal work
+        listed = values(self, schema)
+        work += len(listed)
+        return listed
+
+    def counting(value: Any, **options: Any) -> str:
+        nonlocal work
+        work += 1
+        return to_json(value, **options)
+
+    def following(root: dict[str, Any], reference: str) -> Any:
+        assert reference not in seen, "each is followed once"
+        seen.add(reference)
+        return follow(root, reference)
+
+    monkeypatch.setattr(Lookups, "spend", spending)
+    monkeypatch.setattr(Lookups, "values", comparing)
+    monkeypatch.setattr(lookups.json, "dumps", counting)
+    monkeypatch.setattr(lookups, "referred", following)
+    constraining(schema)
+    assert 0 < work < 3 * WORK_PER_CHARACTER * len(text)
+
+
+def test_what_takes_too_much_work_is_left_to_the_gate_and_the_rest_is_written() -> None:
+    schema = {**HARD["the same names for many objects"], "properties": {"last": {"format": "password"}}}
+    schema["properties"] |= HARD["the same names for many objects"]["properties"]
+    made = constraining(schema)
+    assert made["properties"]["last"] == {}
+    assert "not supported" in (find_problem("json_schema", compact(made)) or "")

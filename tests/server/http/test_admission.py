@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from types import SimpleNamespace
 
 import httpx
@@ -317,3 +318,17 @@ async def test_a_full_queue_answers_503_before_the_first_header(tmp_path):
         for ticket in tickets:
             ticket.release()
         assert (await client.get("/ready")).status_code == 200
+
+
+def test_stored_conversations_count_like_bodies():
+    limits, _ = make()
+    caller = Caller(flow="a")
+    limits.hold_bytes(caller, limits.bytes.total + 1).release()  # a single one may be longer than a body
+    for _ in range(100):
+        with suppress(ApiError):
+            limits.hold_bytes(caller, limits.max_body_bytes)
+    assert 0 < limits.bytes.open <= limits.bytes.total
+    assert limits.rejections["share"] + limits.rejections["body_bytes"] >= 68
+    caller.release()
+    assert (limits.bytes.open, limits.open_choices) == (0, 0)
+    assert limits.retry_after() == RETRY_S, "they say nothing about how fast requests finish"

@@ -402,3 +402,31 @@ def test_a_bad_chunk_after_a_response_gets_no_second_response(sockets, patient):
         writer.close()
 
     sockets(use)
+
+
+# HTTP/1.0
+
+
+def test_an_old_client_gets_a_body_without_chunks(sockets):
+    async def use(connect, app, engine):
+        async def ask(body):
+            reader, writer = await connect()
+            body = json.dumps(body).encode()
+            lines = ["POST /v1/completions HTTP/1.0", JSON, f"Content-Length: {len(body)}", "", ""]
+            writer.write("\r\n".join(lines).encode() + body)
+            answer = await asyncio.wait_for(reader.read(), WAIT_S)
+            writer.close()
+            head, _, rest = answer.partition(b"\r\n\r\n")
+            assert b" 200 " in head.split(b"\r\n")[0]
+            assert b"transfer-encoding" not in head.lower()
+            return head.lower(), rest
+
+        head, rest = await ask({"prompt": "a", "max_tokens": 3, "stream": True})
+        assert b"content-length" not in head
+        assert rest.startswith(b"data: {")
+        assert rest.endswith(b"data: [DONE]\n\n")
+        head, rest = await ask({"prompt": "a", "max_tokens": 3})
+        assert b"content-length: %d" % len(rest) in head
+        assert json.loads(rest)["object"] == "text_completion"
+
+    sockets(use)

@@ -143,6 +143,25 @@ async def test_a_page_of_another_origin_cannot_post_without_a_preflight(tmp_path
         assert (await client.post("/probe", content=b"{}")).status_code == 200  # curl -d names no JSON
 
 
+async def test_a_page_of_an_allowed_origin_may_post_nothing_without_a_type(tmp_path):
+    """OpenAI's JavaScript library cancels a response so."""
+    async with serving(model_folder(tmp_path / "m"), allowed_origins=["https://a.example"]) as (client, app):
+        app.post("/probe", dependencies=[Depends(user)])(lambda: {})
+        for origin, body, status in (("a", b"", 200), ("a", b"{}", 415), ("b", b"", 415)):
+            headers = {"Origin": f"https://{origin}.example"}
+            assert (await client.post("/probe", content=body, headers=headers)).status_code == status
+        chunked = await client.post("/probe", content=empty(), headers={"Origin": "https://a.example"})
+        assert chunked.status_code == 415, "whether it has a body is not known yet"
+    async with serving(tmp_path / "m", allowed_origins=["*"]) as (client, _):
+        answer = await client.post("/v1/responses/resp_1/cancel", headers={"Origin": "https://b.example"})
+        assert answer.status_code == 404
+
+
+async def empty():
+    """A body whose length is not known before it ends."""
+    yield b""
+
+
 async def test_a_compressed_body_is_refused_by_name(tmp_path):
     async with serving(model_folder(tmp_path / "m")) as (client, _):
         for coding, status in (("gzip", 415), ("identity", 200)):

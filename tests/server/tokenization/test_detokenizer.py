@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.tokenization.detokenizer import Detokenizer
-from server.tokenization.stop_matcher import StopMatcher
+from server.tokenization.detokenizer import Detokenizer, last_with_text
+from server.tokenization.stop_matcher import StopMatcher, StopString
 from server.tokenization.tokenizer import Tokenizer
 
 Make = Callable[[str], Tokenizer]
@@ -23,6 +23,10 @@ PROPERTY = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+def strings(*texts: str) -> list[StopString]:
+    return [StopString(text) for text in texts]
 
 
 def fed(stream: Detokenizer, ids: Sequence[int]) -> str:
@@ -123,8 +127,8 @@ def test_equals_the_slow_version(tokenizer: Tokenizer, draw: st.DataObject) -> N
         "min_tokens": min_tokens,
     }
     want = slow(tokenizer, ids, stops, **options)
-    assert run(Detokenizer(tokenizer, stops, **options), ids) == want
-    holding = Detokenizer(tokenizer, stops, may_resume=True, **options)
+    assert run(Detokenizer(tokenizer, strings(*stops), **options), ids) == want
+    holding = Detokenizer(tokenizer, strings(*stops), may_resume=True, **options)
     text, *others = run(holding, ids)
     assert (text + holding.included(), *others) == want
 
@@ -148,7 +152,7 @@ def test_equals_the_library(tokenizer: Tokenizer, draw: st.DataObject) -> None:
 def test_stop_finds_every_occurrence() -> None:
     text = "".join(random.Random(1).choices("ab", k=600))
     for stop in ("".join(letters) for size in range(1, 8) for letters in itertools.product("ab", repeat=size)):
-        finder = StopMatcher(stop)
+        finder = StopMatcher(StopString(stop))
         found = [at + end for at in range(0, len(text), 7) for end in finder.feed(text[at : at + 7])]
         assert found == [end for end in range(len(text) + 1) if text[:end].endswith(stop)]
 
@@ -187,9 +191,18 @@ def test_the_leading_space_stays_after_a_prompt(made: Make) -> None:
     assert fed(Detokenizer(tokenizer, context=[1]), sea) == "sea"  # behind <s> alone a text begins
 
 
+def test_the_last_tokens_with_text_do_for_the_whole_prompt(made: Make) -> None:
+    tokenizer = made("byte fallback")
+    prompt = [*tokenizer.encode("the sea"), *(3 + byte for byte in "🐳".encode()[:3]), *[1] * 50]
+    last = last_with_text(tokenizer, prompt, tokenizer.special_ids)
+    assert len(last) == 3
+    rest = [3 + "🐳".encode()[3]]
+    assert fed(Detokenizer(tokenizer, context=last), rest) == fed(Detokenizer(tokenizer, context=prompt), rest) == "🐳"
+
+
 def test_stop_text_is_held_until_decided(made: Make) -> None:
     tokenizer = made("byte level")
-    stream = Detokenizer(tokenizer, ["abc"])
+    stream = Detokenizer(tokenizer, strings("abc"))
     letters = [tokenizer.encode(letter)[0] for letter in "xabab"]
     assert [stream.feed(i) for i in letters] == ["x", "", "", "ab", ""]
     assert stream.finish() == "ab"
@@ -198,7 +211,7 @@ def test_stop_text_is_held_until_decided(made: Make) -> None:
 def test_stop_in_one_token_ends_and_counts(made: Make) -> None:
     tokenizer = made("byte level")
     ids = tokenizer.encode("a b. the sea")
-    stream = Detokenizer(tokenizer, ["."])
+    stream = Detokenizer(tokenizer, strings("."))
     text, stopped, count, _ = run(stream, ids)
     assert (text, stopped) == ("a b", True)
     assert tokenizer.decode(ids[:count]) == "a b."
@@ -209,7 +222,7 @@ def test_stop_in_one_token_ends_and_counts(made: Make) -> None:
 def test_the_stop_string_that_ended_the_text_is_known(made: Make) -> None:
     tokenizer = made("byte level")
     for stops, found in ((["ship", "sea"], "sea"), (["the sea", "sea"], "the sea"), (["whale"], None)):
-        stream = Detokenizer(tokenizer, stops)
+        stream = Detokenizer(tokenizer, strings(*stops))
         fed(stream, tokenizer.encode("a b. the sea"))
         stream.finish()
         assert stream.stop == found
@@ -218,14 +231,14 @@ def test_the_stop_string_that_ended_the_text_is_known(made: Make) -> None:
 def test_first_complete_stop_wins_then_the_first_to_begin(made: Make) -> None:
     tokenizer = made("byte level")
     letters = [tokenizer.encode(letter)[0] for letter in "abcd"]
-    assert fed(Detokenizer(tokenizer, ["abcd", "bc"]), letters) == "a"
+    assert fed(Detokenizer(tokenizer, strings("abcd", "bc")), letters) == "a"
     (whole,) = tokenizer.encode(" the")
-    assert Detokenizer(tokenizer, ["e", "th"]).feed(whole) == " "
+    assert Detokenizer(tokenizer, strings("e", "th")).feed(whole) == " "
 
 
 def test_include_stop_holds_nothing(made: Make) -> None:
     tokenizer = made("byte level")
-    stream = Detokenizer(tokenizer, ["abc"], include_stop=True)
+    stream = Detokenizer(tokenizer, strings("abc"), include_stop=True)
     letters = [tokenizer.encode(letter)[0] for letter in "xabcd"]
     assert [stream.feed(i) for i in letters] == ["x", "a", "b", "c", ""]
 
@@ -236,13 +249,13 @@ def test_special_tokens_are_hidden_or_shown(made: Make) -> None:
     ids = [*tokenizer.encode("a"), end, *tokenizer.encode("b")]
     assert fed(Detokenizer(tokenizer), ids) == "ab"
     assert fed(Detokenizer(tokenizer, hidden=()), ids) == "a<|end|>b"
-    assert run(Detokenizer(tokenizer, ["ab"]), ids) == ("", True, 3, [0, 1, 1])
+    assert run(Detokenizer(tokenizer, strings("ab")), ids) == ("", True, 3, [0, 1, 1])
 
 
 def test_ids_beyond_the_vocabulary_are_silent(made: Make) -> None:
     tokenizer = made("byte level")
     ids = [tokenizer.vocab_size, 10**6, 2**40, -1]
-    assert run(Detokenizer(tokenizer, ["x"]), ids) == ("", False, 4, [0, 0, 0, 0])
+    assert run(Detokenizer(tokenizer, strings("x")), ids) == ("", False, 4, [0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("length", [1_000, 8_000])
@@ -260,6 +273,6 @@ def test_work_is_linear(made: Make, length: int) -> None:
 
     tokenizer.decoder = Counting()
     letter = tokenizer.encode("a")[0]
-    stream = Detokenizer(tokenizer, ["a" * length + "b"])
+    stream = Detokenizer(tokenizer, strings("a" * length + "b"))
     assert "".join(stream.feed(letter) for _ in range(length + 5)) == "a" * 5
     assert calls == length + 5

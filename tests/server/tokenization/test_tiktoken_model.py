@@ -183,7 +183,11 @@ BYTES = {bytes((byte,)): byte for byte in range(256)}
     ("model", "fields", "says"),
     [
         (lines(BYTES), {"auto_map": None}, "has no auto_map for AutoTokenizer; supported are tokenization"),
-        (lines(BYTES), {"auto_map": {"AutoTokenizer": ["code.Mine", None]}}, "names 'code.Mine' as its code; supported are tokenization"),
+        (
+            lines(BYTES),
+            {"auto_map": {"AutoTokenizer": ["code.Mine", None]}},
+            "names 'code.Mine' as its code; supported are tokenization",
+        ),
         (lines(BYTES), {"auto_map": {"AutoTokenizer": [{}]}}, "has no auto_map for AutoTokenizer"),
         ("", {}, "no token for the byte 0x00"),
         (lines({token: rank for token, rank in BYTES.items() if rank != 255}), {}, "no token for the byte 0xFF"),

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from server.api.anthropic.request import MessagesRequest
+from server.api.anthropic.content import turns
+from server.api.anthropic.request import CountTokensRequest, MessagesRequest
 from tests.fakes import INFO, FakeEngine
-from tests.server.api.anthropic.wire import ASKED, CALL, COUNT, FOUND, LARGE, LOOK, QUESTION, answer, prompt
+from tests.server.api.anthropic.wire import ASKED, CALL, COUNT, FOUND, LARGE, LOOK, MESSAGES, QUESTION, answer, prompt
 from tests.server.wire import ask, saying
 
 
@@ -147,6 +148,35 @@ async def test_a_deferred_tool_is_in_the_prompt_where_a_search_found_it(folder):
     for choice in ("auto", "any"):  # a client answers a call of a tool that was not loaded; nothing forces one
         asked = {"messages": FOUND, "tools": [SEARCH, LATER], "tool_choice": {"type": choice}}
         assert (await answer(folder, CALL, **asked))["content"][-1]["name"] == "look"
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+async def test_references_to_a_long_definition_are_bounded(folder, path):
+    long = {**LOOK, "description": "y" * 100_000}
+    found = {"type": "tool_reference", "tool_name": "look"}
+
+    def asking(count):
+        result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [found] * count}
+        body = {"tools": [long], "messages": [{"role": "user", "content": [result]}]}
+        return body if path == COUNT else {**body, "max_tokens": 4}
+
+    response = await ask(folder, path, asking(80))
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    assert error["message"].startswith("prompt is too long: ")
+    assert "tool_reference" in error["message"]
+
+
+def test_a_definition_is_written_once_for_all_its_references():
+    long, found = {"name": "look", "description": "y" * 1000}, {"type": "tool_reference", "tool_name": "look"}
+    results = [
+        {"type": "tool_result", "tool_use_id": f"toolu_{number}", "content": [found] * 3, "is_error": number == 2}
+        for number in range(3)
+    ]
+    asked = CountTokensRequest.model_validate({"messages": [{"role": "user", "content": results}], "tools": [LOOK]})
+    made = [part["text"] for turn in turns(None, asked.messages, {"look": long}) for part in turn["content"]]
+    assert made == [json.dumps(long)] * 6 + [f"Error: {json.dumps(long)}"] + [json.dumps(long)] * 2
+    assert len({id(text) for text in made}) == 2
 
 
 async def test_a_call_of_a_tool_that_was_not_loaded_reaches_the_client(folder):

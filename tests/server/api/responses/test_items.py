@@ -6,6 +6,7 @@ import pytest
 from openai.types.responses import Response
 
 from server.api.custom_tools import arguments_of, input_of
+from server.api.responses import items
 from server.api.responses.items import as_turns
 from server.api.responses.request import ResponsesRequest
 from tests.fakes import FakeEngine, serving
@@ -75,6 +76,25 @@ async def test_items_become_messages_in_their_order(folder):
         "system: Sing\n!\nuser: the sea\nassistant: the ship\ntool: wind\n"
         "tool: rain\nassistant: no\nassistant: <think>hm</think>[weather Nantucket][weather Hull]"
     )
+
+
+def test_a_long_item_is_read_once_however_many_items_have_its_id(monkeypatch):
+    read = []
+    monkeypatch.setattr(items, "reasoning_text", lambda item: read.append(item) or item["content"][0]["text"])
+
+    def thought(text):
+        return {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": text}]}
+
+    earlier, own = thought("the sea"), [thought("a"), thought("the sea"), thought("b")]
+    assert items.without_repeats([*own, earlier], {"rs_1": earlier}) == [own[0], own[2]]
+    assert sum(item is earlier for item in read) == 1
+
+
+def test_the_tools_of_a_conversation_are_read_once():
+    added = {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "look"}]}
+    request = ResponsesRequest.model_validate({"input": [added]})
+    request.expand([], request.given)
+    assert request.called("look") is request.called("look")
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,70 @@ async def test_a_conversation_has_a_bound_also_where_it_is_only_referred_to(fold
             assert answer.json()["error"]["param"].startswith("input")
 
 
+async def test_each_reference_to_a_long_item_counts_towards_the_length_of_the_conversation(folder):
+    async with serving(folder, FakeEngine(saying("the whale")), max_body_bytes="64KiB") as (client, app):
+        limits, held = app.state.pequod.limits, []
+        hold = limits.hold_bytes
+        limits.hold_bytes = lambda caller, num_bytes: held.append(num_bytes) or hold(caller, num_bytes)
+        notes = {"type": "output_text", "text": "a", "annotations": ["y" * 20_000]}
+        long = {"type": "message", "role": "assistant", "content": [notes]}
+        first = (await client.post(RESPONSES, json={"input": [long, {"role": "user", "content": "b"}]})).json()
+        item = {"type": "item_reference", "id": routes.item_id("msg", first["id"], 0)}
+
+        async def ask(path, *items, **body):
+            answer = await client.post(path, json={"input": [*items, {"role": "user", "content": "b"}], **body})
+            return answer.json().get("id"), answer.status_code, answer.json().get("error")
+
+        for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+            _, status, error = await ask(path, *[item] * 4)
+            assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "input")
+        second, status, _ = await ask(RESPONSES, *[item] * 2)
+        assert status == 200
+        assert len(held) == 4, "the stored response is read for each request once"
+        assert 40_000 < held[-1] < 42_000
+        _, status, error = await ask(RESPONSES, *[item] * 2, previous_response_id=second)
+        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "input")
+        third, status, _ = await ask(RESPONSES, {**long, "id": "own"}, previous_response_id=second)
+        assert status == 200
+        assert 40_000 < held[-1] < 44_000
+        last, status, _ = await ask(RESPONSES, previous_response_id=third)
+        assert status == 200
+        limits.max_body_bytes = 50_000
+        _, status, error = await ask(RESPONSES, previous_response_id=last)
+        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "previous_response_id")
+        assert limits.bytes.open == 0, "what a conversation holds is released with the request"
+
+
+def test_of_another_response_the_items_that_are_referred_to_are_decoded(monkeypatch):
+    stored, items = long_record()
+    sizes = []
+
+    def unpack(data):
+        sizes.append(len(bytes(data)))
+        return msgspec.json.decode(data)
+
+    monkeypatch.setattr(routes, "decode", unpack)
+    [found] = routes.all_items(stored, {items[3]["id"], "msg_of_another"})
+    assert found.item == items[3]
+    assert sizes == [found.num_bytes, len(stored.answer)]
+
+
+async def test_the_grammars_of_all_tools_of_a_conversation_have_a_bound(folder):
+    def added(name):
+        format = {"type": "grammar", "syntax": "regex", "definition": "a" * 40_000}
+        tool = {"type": "custom", "name": name, "format": format}
+        return {"type": "additional_tools", "role": "developer", "tools": [tool]}
+
+    async with serving(folder, FakeEngine(saying("the whale"))) as (client, _):
+        ship, free = {"type": "message", "role": "user", "content": "the ship"}, {"tool_choice": "none"}
+        first = (await client.post(RESPONSES, json={"input": [added("f"), ship], **free})).json()
+        body = {"previous_response_id": first["id"], **free}
+        refused = await client.post(RESPONSES, json={**body, "input": [added("g"), ship]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+        assert "grammars" in refused.json()["error"]["message"]
+        assert (await client.post(RESPONSES, json={**body, "input": [added("f"), ship]})).status_code == 200
+
+
 async def test_a_call_that_was_cut_off_is_not_gone_on_with(folder):
     async with serving(folder, FakeEngine(saying(CALL))) as (client, _):
         first = (await client.post(RESPONSES, json={"input": "a", "tools": [WEATHER], "max_output_tokens": 40})).json()
@@ -289,6 +353,9 @@ async def test_what_a_response_includes_is_accepted_where_it_is_read(folder):
                 assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, f"{name}.0")
 
 
+LONG = {"max_stored_bytes": "1GiB", "max_body_bytes": "64MiB"}
+
+
 def long_record(count=20):
     """A stored response whose conversation is 30 MB of JSON and few tokens."""
     entry = {"token": "the whale" * 30, "logprob": -0.123456, "bytes": [], "top_logprobs": []}
@@ -331,7 +398,7 @@ async def test_the_event_loop_turns_while_a_long_conversation_is_decoded(folder,
     monkeypatch.setattr(routes, "decode", unpack)
     for name in ("page_of", "all_items", "is_background"):
         watch(name)
-    async with serving(folder, FakeEngine(saying("the whale")), max_stored_bytes="1GiB") as (client, app):
+    async with serving(folder, FakeEngine(saying("the whale")), **LONG) as (client, app):
         app.state.responses.store.put(stored)
         counter = asyncio.create_task(count())
         path = f"{RESPONSES}/{stored.id}"
