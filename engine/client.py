@@ -238,9 +238,7 @@ def _whole(delta: TokenDelta, entry: OpenRequest) -> TokenDelta:
     """Return a delta whose stats cover the whole request, even if an engine was restarted meanwhile."""
     if delta.stats is None:
         return delta
-    if entry.started is None:
-        entry.started = delta.stats
-    started = entry.started
+    started = entry.started = entry.started or delta.stats
     entry.preempted = entry.preempted_before + delta.stats.preemptions
     stats = replace(
         delta.stats,
