@@ -177,7 +177,8 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
         for tile in dict.fromkeys(tile for rows in CANDIDATES for tile in candidates("down", rows, META)):
             yield partial(_before_residuals, (*outputs, *(each.down for each in with_mlp)), tile, _rows(tile))
     for mixture in experts:
-        is_wide = spec.dtype != torch.float32 and (mixture.router.bias is None or config.batch_invariant)
+        router = mixture.router
+        is_wide = router.weight.dtype == torch.float32 or router.bias is None or config.batch_invariant
         for stored in _as_stored(mixture, spec, activation):
             if config.batch_invariant:
                 for linear in (*stored.gate_ups, *stored.downs, *(stored.shared or ())):

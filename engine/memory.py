@@ -41,8 +41,8 @@ SAMPLER_BYTES = 4 + 4 + 8 + 8 + 8
 GRAPH_BYTES, LAUNCH_BYTES = 256 << 10, 16 << 10
 LAYER_LAUNCHES, EXPERT_LAUNCHES, BESIDE_LAUNCHES, NORM_LAUNCHES, INPUT_LAUNCHES = 10, 3, 12, 2, 5
 # More: of a layer with a mixer, of gated attention, of the scales of what is added to the residual stream, of latent
-# attention; of an MLP of all tokens beside experts, and as many of its gate; and of a step beside its layers: the
-# embedding, its scale, and the last sum.
+# attention; of an MLP of all tokens beside experts, and as many of its gate; one for the input of a router in float32;
+# and of a step beside its layers: the embedding, its scale, and the last sum.
 MIXER_LAUNCHES, GATE_LAUNCHES, SCALE_LAUNCHES, LATENT_LAUNCHES = 1, 1, 2, 5
 SHARED_LAUNCHES, END_LAUNCHES = 3, 3
 WORKSPACE_BYTES, POOL_BYTES = 32 << 20, 64 << 20
@@ -138,7 +138,7 @@ def graph_reserve(spec: ModelSpec, config: EngineConfig, backend: type[Attention
     of_layer += INPUT_LAUNCHES * (decoder.inputs is not None) + MIXER_LAUNCHES * decoder.has_states
     of_layer += SCALE_LAUNCHES * (decoder.scales.residual != 1) + LATENT_LAUNCHES * bool(decoder.shapes[0].latent)
     if (experts := decoder.experts) is not None:
-        of_layer += EXPERT_LAUNCHES + BESIDE_LAUNCHES * experts.is_beside
+        of_layer += EXPERT_LAUNCHES + BESIDE_LAUNCHES * experts.is_beside + experts.wide_router
         of_layer += SHARED_LAUNCHES * (bool(experts.shared) + bool(experts.shared_gate))
     # The graphs share their intermediate results, and the copy of the hidden states that they return.
     shared = sizes.largest * (_token_bytes(spec) + decoder.hidden_size * spec.dtype.itemsize)
@@ -172,7 +172,8 @@ def _token_bytes(spec: ModelSpec) -> int:
     # Residual, norm, output, and the norm's float32 copy; queries and attention's output; gate, up and their product.
     token = size * (4 * hidden + 2 * queries + widest.numbers + 3 * inner + own) + 4 * hidden
     if decoder is not None and (experts := decoder.experts) is not None:
-        token += (experts.active + 1) * size * hidden + 8 * hidden  # results of the experts, and their sum in float32
+        # Results of the experts, and in float32 their sum and the input of a router.
+        token += (experts.active + 1) * size * hidden + (8 + 4 * experts.wide_router) * hidden
     if spec.mixers:  # what they read and return; and a float32 copy of what is convolved
         mixer = spec.mixers[0]
         token += size * (sum(mixer.rows) + mixer.seen) + 4 * mixer.channels

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, models
 from engine.cache_groups import CacheGroups
@@ -746,6 +747,17 @@ def make(
         for bias in corrections(model):
             bias.copy_(bias + torch.randn_like(bias) * 0.1)
     model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
+    return folder
+
+
+def narrow(folder: Path) -> Path:
+    """Round the weights of a model folder in float32 to bfloat16, all but those by which routers choose."""
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name for name in tensors if name.endswith((".gate.weight", "correction_bias", "moe_statics"))}
+    narrowed = {name: tensor if name in kept else tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(narrowed, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"float32"', '"bfloat16"'))
     return folder
 
 

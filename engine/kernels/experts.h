@@ -22,7 +22,8 @@ struct Mix {
   float* logits = nullptr;     // [tokens, count]
   float* weights = nullptr;    // [tokens, active]
   float* gates = nullptr;      // [tokens], of what is shared, if it has a gate
-  float* sums = nullptr;       // [tokens, groups], if there are several: what groups are chosen by
+  float* widened = nullptr;    // [tokens, hidden], of a router in float32: `normed`
+  float* group_scores = nullptr;  // [tokens, groups], if there are several
   int32_t* chosen = nullptr;   // [tokens, active]
   int32_t* places = nullptr;   // [tokens, active]: where a token's results are
   int32_t* sources = nullptr;  // [tokens * active]: the token of each result; those of an expert follow each other
@@ -43,16 +44,21 @@ struct Mix {
     take(places, tokens * m.active), take(sources, tokens * m.active), take(firsts, m.count + 1);
     take(gathered, tokens * hidden), take(inner, tokens * (m.inner > m.shared ? m.inner : m.shared));
     take(gates, m.shared_gate.multiply ? tokens : 0), take(shared, m.shared ? tokens * hidden : 0);
-    take(sums, m.groups > 1 ? tokens * m.groups : 0);
+    take(group_scores, m.groups > 1 ? tokens * m.groups : 0), take(widened, m.wide_router ? tokens * hidden : 0);
     take(results, tokens * m.active * hidden);
     return at;
+  }
+
+  void widen_row(int64_t token) const {
+    for (int64_t i = token * hidden, end = i + hidden; i < end; i += LANES)
+      put(widened + i, get(normed + i, end - i), end - i);
   }
 
   float rank(const float* scores, int64_t e) const { return m.correction ? scores[e] + m.correction[e] : scores[e]; }
 
   // Exclude the experts outside of the best groups: those with the largest rank, or with sigmoids the largest sum of two.
   void exclude(int64_t token) const {
-    float *scores = logits + token * m.count, *sum = sums + token * m.groups;
+    float *scores = logits + token * m.count, *sum = group_scores + token * m.groups;
     const int64_t size = m.count / m.groups;
     for (int64_t g = 0; g < m.groups; ++g) {
       float first = -__builtin_inff(), second = first;
@@ -151,7 +157,8 @@ struct Mix {
     char* memory = (char*)room(arrange(nullptr) - (char*)nullptr);
     if (!memory) return 1;
     arrange(memory);
-    int32_t failed = m.router.apply(normed, nullptr, logits, tokens, threads);
+    if (m.wide_router) each_token<&Mix::widen_row>();
+    int32_t failed = m.router.apply(m.wide_router ? (const void*)widened : normed, nullptr, logits, tokens, threads);
     each_token<&Mix::choose>();
     sort();
     for (int64_t e = 0; e < m.count; ++e) {

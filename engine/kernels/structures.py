@@ -129,6 +129,7 @@ class Mixture(ctypes.Structure):
         ("shared", ctypes.c_int64),
         ("sigmoid", ctypes.c_int32),
         ("normalized", ctypes.c_int32),
+        ("wide_router", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("epsilon", ctypes.c_float),
     ]

@@ -23,14 +23,17 @@ from .forward import Forward, Outputs
 from .model import Model, Progress
 from .multimodal import text_part
 from .regrouped import regroup
-from .spec import ModelSpec, read_config, read_spec, with_dtype
+from .spec import ModelSpec, read_config, read_spec, with_dtype, with_routers
 from .stacked import StackedCheckpoint
 from .weights import Checkpoint
 
 
 def describe(folder: Path, config: EngineConfig) -> ModelSpec:
     """Return the spec of a folder, from its config.json and the settings. Raises ModelError and ConfigError."""
-    return _describe(folder, read_config(folder), config, None)
+    source = read_config(folder)
+    spec = _describe(folder, source, config, None)
+    # That of a GGUF file has a list of the tensors, too.
+    return with_routers(spec, _checkpoint(folder, source)) if gguf.is_converted(folder) else spec
 
 
 def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
@@ -93,6 +96,7 @@ def _spec(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint
             if checkpoint is not None:
                 from .check import check
 
+                spec = with_routers(spec, checkpoint)
                 check(spec, checkpoint)
             return spec
     if config.quantization != "none":

@@ -127,7 +127,7 @@ class Decoder:
             for linear, names in linears.items():
                 parts: Sources | Sequence[CodedRows] = []
                 if packing is not None:
-                    parts = checkpoint.stored(names, self.spec.dtype)
+                    parts = checkpoint.stored(names, linear.weight.dtype)
                 elif self.spec.on_gpu:
                     parts = checkpoint.coded(names)
                 if parts:

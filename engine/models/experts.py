@@ -20,16 +20,16 @@ from .sigmoid import sigmoid
 from .squared import Squared, first_layer
 
 
-class Choosing(NamedTuple):
+class Routing(NamedTuple):
     """How a token's experts are chosen, see ExpertKeys."""
 
     has_sigmoids: bool = False  # False: a softmax
     groups: int = 1  # of as many experts each
-    kept: int = 1  # groups that a token's experts are chosen from: those of the largest weight; of sigmoids sum of two
+    kept: int = 1  # groups with a token's experts: with a softmax of the best experts, with sigmoids of the best two
     scale: float = 1.0  # of the weights
 
 
-SOFTMAX = Choosing()
+SOFTMAX = Routing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ExpertsSpec:
     names: tuple[str, str, str, str]  # see ExpertKeys
     has_bias: bool = False  # of router and experts
     clamp: Clamp | None = None
-    choosing: Choosing = SOFTMAX
+    routing: Routing = SOFTMAX
     corrects: bool = False  # see ExpertKeys
     shared: int = 0  # intermediate size of the MLP beside the experts; 0: there is none
     shared_names: tuple[str, str, str] = ("", "", "")  # of its gate, up and down in checkpoints
@@ -52,6 +52,7 @@ class ExpertsSpec:
     epsilon: float = 1e-20  # see ExpertKeys
     is_beside: bool = False  # see ExpertKeys
     scale: float = 1.0  # of what the experts add to the residual stream
+    wide_router: bool = False  # the router's weight, its input and its logits are in float32, see spec.with_routers
 
     def linears(self, expert: int) -> tuple[tuple[str, ...], str]:
         """Return the names of an expert's gate and up, which may be one tensor, or of up alone, and of its down
@@ -68,7 +69,7 @@ class ExpertsSpec:
     @property
     def has_correction(self) -> bool:
         """Whether a bias is added to the weights by which experts are chosen."""
-        return self.corrects or self.choosing.has_sigmoids
+        return self.corrects or self.routing.has_sigmoids
 
     def num_params(self, hidden: int) -> int:
         """Return the number of a layer's weights beside those of the experts' matrices."""
@@ -90,7 +91,7 @@ class Experts:
         self, hidden: int, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device, *, activation: str
     ) -> None:
         self.spec = spec
-        self.router = Linear(spec.count, hidden, spec.has_bias, dtype, device)
+        self.router = Linear(spec.count, hidden, spec.has_bias, torch.float32 if spec.wide_router else dtype, device)
         self.gate_ups = [
             first_layer(spec.inner, hidden, dtype, device, activation, bias=spec.has_bias, clamp=spec.clamp)
             for _ in range(spec.count)
@@ -168,7 +169,7 @@ class Experts:
         return self._mixture
 
     def _described(self) -> Mixture | None:
-        spec, choosing = self.spec, self.spec.choosing
+        spec, routing = self.spec, self.spec.routing
         if self._kernels is None or self.scales is not None:
             return None
         gates = [] if self.shared_gate is None else [self.shared_gate]
@@ -191,31 +192,36 @@ class Experts:
             correction,
             spec.count,
             spec.active,
-            choosing.groups,
-            choosing.kept,
+            routing.groups,
+            routing.kept,
             spec.inner,
             spec.shared,
-            choosing.has_sigmoids,
+            routing.has_sigmoids,
             spec.is_normalized,
-            choosing.scale,
+            spec.wide_router,
+            routing.scale,
             spec.epsilon,
         )
 
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the router's logits: [tokens, experts]."""
+        return self.router(x.float() if self.spec.wide_router else x)
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights of each token's experts, largest first, and their numbers: [tokens, active]."""
-        choosing, logits = self.spec.choosing, self.router(x)
+        routing, logits = self.spec.routing, self.logits(x)
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        scores = sigmoid(logits.to(wide), self._kernels) if choosing.has_sigmoids else logits.softmax(-1, dtype=wide)
+        scores = sigmoid(logits.to(wide), self._kernels) if routing.has_sigmoids else logits.softmax(-1, dtype=wide)
         ranked = scores if self.correction is None else scores + self.correction
-        if choosing.groups > 1:
-            ranked = _of_best_groups(ranked, choosing)
+        if routing.groups > 1:
+            ranked = _of_best_groups(ranked, routing)
         chosen = ranked.topk(self.spec.active, -1).indices
         weights = scores.gather(1, chosen)
         if self.spec.is_normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + self.spec.epsilon)
         if self.scales is not None:
             weights = weights * self.scales[chosen].to(weights.dtype)
-        return weights * choosing.scale, chosen
+        return weights * routing.scale, chosen
 
     def parts(self, prefix: str) -> list[tuple[str, Linear, int, int]]:
         """Return checkpoint names and places of the weights, as Layer.parts."""
@@ -267,11 +273,11 @@ class Experts:
             last.pack(kernels, quantization=down, in_file=in_file.get(last))
 
 
-def _of_best_groups(ranked: Tensor, choosing: Choosing) -> Tensor:
+def _of_best_groups(ranked: Tensor, routing: Routing) -> Tensor:
     """Return the ranks of each token's experts, those outside of the best groups replaced: [tokens, experts]."""
-    groups = ranked.unflatten(-1, (choosing.groups, -1))
-    sums = groups.topk(2 if choosing.has_sigmoids else 1, -1).values.sum(-1)
-    kept = sums.topk(choosing.kept, -1).indices
+    groups = ranked.unflatten(-1, (routing.groups, -1))
+    sums = groups.topk(2 if routing.has_sigmoids else 1, -1).values.sum(-1)
+    kept = sums.topk(routing.kept, -1).indices
     outside = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, kept, False)
     return groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
 

@@ -57,7 +57,7 @@ class ExpertKeys(NamedTuple):
     has_sigmoids: bool = False
     # With a softmax: weights are multiplied by routed_scaling_factor, and topk_method says whether experts are chosen
     # from the best groups.
-    names_method: bool = False
+    reads_topk_method: bool = False
     groups: tuple[int, int] = (1, 1)  # defaults of n_group and topk_group
     scale: float = 1.0  # default of routed_scaling_factor
     corrects: bool = False  # with a softmax: experts are chosen by it plus a bias

@@ -40,11 +40,11 @@ class RoutedExperts:
     """The experts of a layer, whose weights are loaded. A token's result is computed as in Experts."""
 
     def __init__(self, experts: Experts, activation: str) -> None:
-        self.spec, self.router = experts.spec, experts.router
+        self.spec = experts.spec
         self._experts, self._activation = experts, activation
         self._up = Grouped(experts.gate_ups)
         self._down = Grouped(experts.downs)
-        self._scale = self.spec.scale * self.spec.choosing.scale
+        self._scale = self.spec.scale * self.spec.routing.scale
         self._choose_constants = _choose_constants(self.spec, has_scales=experts.scales is not None)
         self._combine_constants = _combine_constants(
             experts.hidden, self.spec.active, has_shared=bool(self.spec.shared)
@@ -77,7 +77,7 @@ class RoutedExperts:
 
     def route(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights of each token's experts, float32, and their numbers, int32: [tokens, active]."""
-        return self.choose(self.router(normed))
+        return self.choose(self._experts.logits(normed))
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same for the router's logits: [tokens, experts]."""
@@ -107,12 +107,12 @@ class RoutedExperts:
 
 @functools.cache
 def _choose_constants(spec: ExpertsSpec, *, has_scales: bool) -> dict[str, Any]:
-    choosing = spec.choosing
-    groups, size = power_of_two(choosing.groups), power_of_two(spec.count // choosing.groups)
+    routing = spec.routing
+    groups, size = power_of_two(routing.groups), power_of_two(spec.count // routing.groups)
     return {
         "EXPERTS": spec.count, "ACTIVE": spec.active, "ACTIVE_P": power_of_two(spec.active),
-        "GROUPS": choosing.groups, "GROUPS_P": groups, "KEPT": choosing.kept, "SIZE_P": size,
-        "SIGMOID": choosing.has_sigmoids, "CORRECT": spec.has_correction, "NORMALIZE": spec.is_normalized,
+        "GROUPS": routing.groups, "GROUPS_P": groups, "KEPT": routing.kept, "SIZE_P": size,
+        "SIGMOID": routing.has_sigmoids, "CORRECT": spec.has_correction, "NORMALIZE": spec.is_normalized,
         "SCALES": has_scales,
         "num_warps": warps(groups * size),
     }  # fmt: skip

@@ -43,7 +43,7 @@ LATENT_FAMILIES |= {
         experts=ExpertKeys(
             EXPERT_NAMES,
             is_normalized=False,
-            names_method=True,
+            reads_topk_method=True,
             shared=SHARED_EXPERTS,
             num_shared=2,
             first_dense=0,

@@ -14,7 +14,7 @@ from ..files import shown
 from ..types import ModelError
 from . import latent, mixer_shapes
 from .decoder_spec import InputsSpec, LayerShape, Scales
-from .experts import SOFTMAX, Choosing, ExpertsSpec
+from .experts import SOFTMAX, ExpertsSpec, Routing
 from .family import UNGATED, ExpertKeys, Family, ScaleKey
 from .keys import count_of, number, whole
 from .layers import ACTIVATIONS, Clamp
@@ -362,7 +362,7 @@ def experts(source: Mapping[str, Any], family: Family, num_layers: int) -> Exper
         clamp=_clamp(source) if keys.clamp else None,
         is_beside=keys.is_beside,
         scale=_scale(source, family.scales.residual, 1.0),
-        choosing=_choosing(source, count, active, keys),
+        routing=_routing(source, count, active, keys),
         corrects=keys.corrects,
         shared=_shared(source, keys, inner),
         shared_gate=keys.shared_gate,
@@ -390,23 +390,23 @@ def _with_one(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return {**source, key: listed[0]}
 
 
-def _choosing(source: Mapping[str, Any], count: int, active: int, keys: ExpertKeys) -> Choosing:
-    if not keys.has_sigmoids and not keys.names_method:
+def _routing(source: Mapping[str, Any], count: int, active: int, keys: ExpertKeys) -> Routing:
+    if not keys.has_sigmoids and not keys.reads_topk_method:
         return SOFTMAX
     scale = _positive(source, "routed_scaling_factor", keys.scale)
-    if keys.names_method:
-        method = source.get("topk_method", METHODS[0])
+    if keys.reads_topk_method:
+        method = source.get("topk_method") or METHODS[0]
         if method not in METHODS:
             raise ModelError(f"config.json: topk_method must be {' or '.join(METHODS)}, not {shown(method)}")
         if method == METHODS[0]:
-            return Choosing(keys.has_sigmoids, scale=scale)
+            return Routing(keys.has_sigmoids, scale=scale)
     groups = whole(source, "n_group", keys.groups[0], maximum=count)
     if count % groups or (groups > 1 and count < 2 * groups):
         raise ModelError(f"config.json: {count} experts cannot be divided into {groups} groups of two or more")
     kept = whole(source, "topk_group", keys.groups[1], maximum=groups)
     if active > kept * (count // groups):
         raise ModelError(f"config.json: {kept} of {groups} groups have fewer than {active} experts")
-    return Choosing(keys.has_sigmoids, groups, kept, scale)
+    return Routing(keys.has_sigmoids, groups, kept, scale)
 
 
 def _clamp(source: Mapping[str, Any]) -> Clamp:

@@ -30,7 +30,7 @@ from .gpu_weights import GPUProduct, GPUWeight
 from .importance import after_gate
 from .norms import RMSNorm
 from .rounding import rounded
-from .skinny import Alike, AnyTile, AsStored, Uniform, Uniforms, Way, multiply, tile_of
+from .skinny import UNIFORM_FLOAT32, Alike, AnyTile, AsStored, Uniform, Uniforms, Way, multiply, tile_of
 
 # Rows for which torch reorders a weight: those of a decode step, where the order matters most.
 PACK_ROWS = 16
@@ -266,7 +266,8 @@ class Linear:
             self.quantized.unify()
         else:
             rows, columns = self.weight.shape
-            self._uniform = uniforms.of(rows, columns, is_gated=isinstance(self, Gated))
+            own = UNIFORM_FLOAT32[0] if self.weight.dtype == torch.float32 else uniforms
+            self._uniform = own.of(rows, columns, is_gated=isinstance(self, Gated))
 
     def use_for_few(self, tiles: Mapping[int, AnyTile | None]) -> None:
         """Let our kernel compute products on a GPU with few rows: by their largest number, ascending; None: torch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class ModelSpec:
 
     @property
     def weights_bytes(self) -> int:
-        plain = self.num_params * self.dtype.itemsize
+        plain = self.num_params * self.dtype.itemsize + self._wide_routers * (4 - self.dtype.itemsize)
         if self.coded:
             saved = (
                 rows * columns * self.dtype.itemsize - form.num_bytes(rows, columns)
@@ -91,6 +92,14 @@ class ModelSpec:
             for rows, columns, bits in self.rounded
         )
         return plain - sum(saved)
+
+    @property
+    def _wide_routers(self) -> int:
+        """The number of weights and biases of routers in float32."""
+        if (decoder := self.decoder) is None or (experts := decoder.experts) is None or not experts.wide_router:
+            return 0
+        layers = len(decoder.shapes) - len(experts.dense)
+        return layers * experts.count * (decoder.hidden_size + experts.has_bias)
 
     @property
     def forms(self) -> list[tuple[Form, int, int]]:
@@ -254,6 +263,21 @@ def with_dtype(source: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]
     dtypes = (entries[name].dtype for name in (embedding, *entries) if name in entries)
     found = next((dtype for dtype in dtypes if dtype in DTYPES.values()), None)
     return source if found is None else source | {"dtype": str(found).removeprefix("torch.")}
+
+
+def with_routers(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
+    """Return the spec with routers in float32 if the checkpoint has one in float32 and the model's data type is
+    narrower: rounded, it would choose other experts for some tokens."""
+    if (decoder := spec.decoder) is None or (experts := decoder.experts) is None or spec.dtype.itemsize >= 4:
+        return spec
+    entries = checkpoint.entries
+    prefix = multimodal.place(entries)[0]
+    names = (f"{prefix}layers.{layer}.{experts.names[0]}.weight" for layer in range(len(decoder.shapes)))
+    routers = [entries[name] for name in names if name in entries]
+    # The numbers of GGUF blocks are of float32, too, and take fewer bytes.
+    if not any(each.dtype == torch.float32 and each.num_bytes == 4 * prod(each.shape) for each in routers):
+        return spec
+    return replace(spec, decoder=replace(decoder, experts=replace(experts, wide_router=True)))
 
 
 def serve_len(max_len: int, config: EngineConfig) -> int:

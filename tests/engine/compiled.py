@@ -48,6 +48,7 @@ SHAPE = {
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 64, "hidden_act": "silu",
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
 }  # fmt: skip
+WIDE_ROUTERS = "solar_open"  # a model with routers in float32
 MODELS = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
@@ -67,6 +68,13 @@ MODELS = {
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 32,
         "mlp_only_layers": [0],
+    },
+    WIDE_ROUTERS: {
+        "architectures": ["SolarOpenForCausalLM"],
+        "model_type": "solar_open",
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
     },
     "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "partial_rotary_factor": 0.75},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layer_interval": 2},
@@ -218,6 +226,10 @@ def spec_of(name: str, **settings: Any) -> tuple[ModelSpec, EngineConfig]:
     config = EngineConfig(model="m", dtype="bfloat16", **settings)
     spec = read_spec({**SHAPE, **MODELS[name]}, config)
     assert spec is not None
+    if name == WIDE_ROUTERS:
+        assert spec.decoder is not None and spec.decoder.experts is not None
+        experts = replace(spec.decoder.experts, wide_router=True)
+        spec = replace(spec, decoder=replace(spec.decoder, experts=experts))
     return spec, config
 
 
@@ -241,7 +253,7 @@ def serve(spec: ModelSpec, choices: Choices | None, *, is_uniform: bool, form: F
     model.head._is_wide = is_uniform  # as on a GPU
     routers = [layer.experts.router for layer in model.layers if layer.experts is not None]
     for router in routers:
-        router._is_wide = is_uniform or router.bias is None
+        router._is_wide = router.weight.dtype != torch.float32 and (is_uniform or router.bias is None)
     for norm in (model.norm, *(() if model.inputs is None else (model.inputs.norm,))):
         norm.use(partial(on_gpu.add_norm, added=None, norm=norm))
     backend = PagedGPU(invariant=is_uniform)
@@ -275,7 +287,7 @@ def test_jobs_do_not_make_torch_import_its_compiler(compiled, is_uniform):
     """As arithmetic with tensors on META does: the import takes over a second, beside all that compiles."""
     assert "sympy" not in sys.modules  # which it imports; this is the first test of the file
     # Without those of which torch multiplies by the weights of experts that are always used
-    for name in MODELS.keys() - {"glm4_moe", "nemotron_h"}:
+    for name in MODELS.keys() - {"glm4_moe", "nemotron_h", WIDE_ROUTERS}:
         spec, config = spec_of(name, batch_invariant=is_uniform)
         for job in itertools.chain(*jobs(spec, config, CPU).values()):
             job()

@@ -24,7 +24,7 @@ from engine.kernels.gpu import storing as storing_kernels
 from engine.models import gpu_choice, gpu_experts, gpu_weights, skinny, weight_trial
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
-from engine.models.experts import Choosing, Experts
+from engine.models.experts import Experts, Routing
 from engine.models.gpu_experts import RoutedExperts, objection
 from engine.models.gpu_form import Form
 from engine.models.gpu_weights import GPUProduct, random_weight
@@ -59,7 +59,11 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize(
     "kind, dtype, tolerance",
-    [*((kind, torch.float32, 1e-5) for kind in KINDS), ("biases and a clamp", torch.float16, 4e-3)],
+    [
+        *((kind, torch.float32, 1e-5) for kind in KINDS),
+        ("biases and a clamp", torch.float16, 4e-3),
+        ("a router in float32", torch.float16, 4e-3),
+    ],
 )
 def test_results_are_those_of_one_expert_after_the_other(kind, dtype, tolerance, monkeypatch):
     monkeypatch.setattr(gpu_experts, "TILES", {1: SMALL, ANY: Tile(32, 16, 2, 2, columns=64, shared=8)})
@@ -166,11 +170,13 @@ def test_a_token_that_is_no_number_spoils_no_other():
     assert torch.equal(beside[others], alone[others])
 
 
-def test_a_token_has_the_same_bits_among_any_others():
-    experts = experts_of(has_bias=True)
+@pytest.mark.parametrize("dtype, wide_router", [(torch.float32, False), (torch.float16, False), (torch.float16, True)])
+def test_a_token_has_the_same_bits_among_any_others(dtype, wide_router):
+    experts = experts_of(dtype, has_bias=True, wide_router=wide_router)
     for linear in [experts.router, *experts.gate_ups, *experts.downs]:
-        linear.unify(skinny.UNIFORM_FLOAT32[0])
-    routed, x = RoutedExperts(experts, "silu"), numbers(50, 40)
+        linear.unify(Uniforms.undivided({ANY: SMALL}, {ANY: SMALL}))
+    assert experts.logits(numbers(2, 40, dtype=dtype)).dtype == (torch.float32 if wide_router else dtype)
+    routed, x = RoutedExperts(experts, "silu"), numbers(50, 40, dtype=dtype)
     whole = x.clone()
     routed.add_to(whole, x)
     for first, last in ((0, 1), (7, 8), (3, 30)):
@@ -212,7 +218,7 @@ def load(folder: Any, dtype: str = "float32", **settings: Any) -> Decoder:
 
 
 def test_a_trial_finds_products_and_choices_that_are_wrong(monkeypatch):
-    experts = experts_of(choosing=Choosing(True, scale=2.5), scale=0.5)
+    experts = experts_of(routing=Routing(True, scale=2.5), scale=0.5)
     assert gpu_experts.trial(experts, "silu") is None
     assert "wrong results of experts" in str(gpu_experts.trial(experts, "gelu"))
     choose = RoutedExperts.choose

@@ -16,13 +16,25 @@ from engine import EngineConfig, ModelError, models, plan
 from engine.kernels.library import choose
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
-from engine.models.experts import Choosing, Experts, ExpertsSpec
+from engine.models.experts import Experts, ExpertsSpec, Routing
 from engine.models.families import FAMILIES
 from engine.models.fused import Fused
 from engine.models.layers import Clamp, Gated, Linear
 from engine.models.spec import read_spec
 from tests.engine.test_models import CPU, Bench, prompt
-from tests.models import BASE, DOTS1, ERNIE_MOE, EXAONE_MOE, GLM4_MOE, MINIMAX, QWEN_MOE, load_model, make
+from tests.models import (
+    BASE,
+    DOTS1,
+    ERNIE_MOE,
+    EXAONE_MOE,
+    GLM4_MOE,
+    MINIMAX,
+    QWEN_MOE,
+    load_model,
+    make,
+    narrow,
+    oracle,
+)
 from tests.quantized import fp8
 
 QWEN = {**BASE, **QWEN_MOE, "architectures": ["Qwen3MoeForCausalLM"]}
@@ -113,6 +125,67 @@ def test_experts_are_quantized_and_the_router_is_not(tmp_path, name, quantizatio
     assert (Bench(model).step({0: prompt(40)})[0] - plain).norm() < 0.9 * plain.norm()
 
 
+@pytest.mark.parametrize("isa", ["auto", "avx2", "torch"])
+@pytest.mark.parametrize("name", ["ernie4_5_moe", "solar_open", "glm4_moe", "deepseek_v3"])
+def test_routers_in_float32_choose_the_experts_that_transformers_chooses(tmp_path, name, isa):
+    if isa == "avx2" and choose("auto", CPU, torch.float32).kernels is None:
+        pytest.skip("no kernels here")
+    folder = narrow(make(name, tmp_path))
+    model = load(folder, cpu_isa=isa)
+    gates = [each for name, each in oracle(folder, torch.bfloat16).named_modules() if name.endswith("mlp.gate")]
+    experts = [layer.experts for layer in model.layers if layer.experts is not None]
+    draw = torch.Generator().manual_seed(1)
+    num_changed = 0
+    for gate, own in zip(gates, experts, strict=True):
+        assert model.spec.dtype == torch.bfloat16 and gate.weight.dtype == torch.float32
+        x = torch.randn(2000, own.hidden, generator=draw).bfloat16()
+        with torch.inference_mode():
+            weights, chosen = own.route(x)
+            _, want_weights, want = gate(x)
+            assert torch.equal(chosen.sort().values, want.sort().values)
+            order, want_order = chosen.argsort(), want.argsort()
+            want_weights = want_weights.gather(1, want_order).float()
+            torch.testing.assert_close(weights.gather(1, order), want_weights, rtol=1e-2, atol=1e-5)
+            gate.weight.copy_(gate.weight.bfloat16())
+            num_changed += int((gate(x)[2].sort().values != chosen.sort().values).any(1).sum())
+    assert num_changed > 0  # rounded, the routers would have chosen others
+    oracle.cache_clear()  # whose weights have been rounded
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("qwen3_moe-sparse", "none"), ("qwen3_moe", "int8"), ("minimax_m2", "none")]
+)
+def test_routers_in_float32_count_as_such(tmp_path, name, quantization):
+    rounded, kept = make(name, tmp_path / "rounded", dtype=torch.bfloat16), narrow(make(name, tmp_path / "kept"))
+    models = [load(folder, quantization=quantization) for folder in (rounded, kept)]
+    for model, dtype in zip(models, (torch.bfloat16, torch.float32), strict=True):
+        own = [layer.experts for layer in model.layers if layer.experts is not None]
+        assert {experts.router.weight.dtype for experts in own} == {dtype}
+        assert {experts.downs[0].weight.dtype for experts in own} == {torch.bfloat16}
+        assert all(experts.mixture() is not None for experts in own)
+    routers = [layer.experts.spec.count * 64 for layer in models[0].layers if layer.experts is not None]
+    assert models[1].weights_bytes - models[0].weights_bytes == 2 * sum(routers)
+
+
+def test_the_routers_of_models_in_float32_need_no_other_type(tmp_path):
+    folder = narrow(make("qwen3_moe", tmp_path))
+    for dtype in ("float32", "float64"):
+        spec, _ = models.examine(folder, EngineConfig(model=str(folder), dtype=dtype))
+        assert spec.decoder is not None and spec.decoder.experts is not None and not spec.decoder.experts.wide_router
+
+
+def test_a_router_in_float32_gives_the_same_bits_in_one_call_and_in_any_batch(tmp_path):
+    if choose("auto", CPU, torch.bfloat16).kernels is None:
+        pytest.skip("no kernels here")
+    model = load(narrow(make("solar_open", tmp_path)))
+    assert [type(executor) for executor in model.executors] == [Fused, Eager]
+    ids, other = prompt(30), prompt(21, seed=1)
+    alone = Bench(model).step({0: ids})[0]
+    assert torch.equal(Bench(model).step({0: ids, 1: other})[0], alone)
+    model.executors.pop(0)
+    assert torch.equal(Bench(model).step({1: other, 0: ids})[0], alone)
+
+
 def test_layers_without_experts_have_an_mlp(tmp_path):
     model = load(make("qwen3_moe-sparse", tmp_path))
     assert [layer.experts is None for layer in model.layers] == [True, False, True]
@@ -150,12 +223,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "one expert per token": {"active": 1},
     "all experts": {"active": 5},
     "biases and a clamp": {"has_bias": True, "clamp": Clamp(0.5, 1.7)},
-    "sigmoids": {"choosing": Choosing(True, scale=2.5)},
-    "sigmoids in groups": {"count": 12, "active": 3, "choosing": Choosing(True, 4, 2, 2.5)},
-    "softmax in groups": {"count": 9, "active": 4, "is_normalized": False, "choosing": Choosing(False, 3, 2, 16.0)},
+    "sigmoids": {"routing": Routing(True, scale=2.5)},
+    "sigmoids in groups": {"count": 12, "active": 3, "routing": Routing(True, 4, 2, 2.5)},
+    "softmax in groups": {"count": 9, "active": 4, "is_normalized": False, "routing": Routing(False, 3, 2, 16.0)},
     "softmax and a correction": {"corrects": True},
     "scaled results and a shared MLP": {"scale": 0.25, "shared": 32},
-    "no gates": {"names": ("gate", "", "{}.up", "{}.down"), "choosing": Choosing(True, scale=2.5), "shared": 32},
+    "a router in float32": {"wide_router": True},
+    "no gates": {"names": ("gate", "", "{}.up", "{}.down"), "routing": Routing(True, scale=2.5), "shared": 32},
 }
 
 
@@ -201,8 +275,10 @@ def test_our_kernel_computes_what_is_computed_expert_by_expert(kind, dtype, tole
         torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance)
 
 
-def test_a_token_has_the_same_bits_among_any_others_in_our_kernel():
-    experts = packed(torch.bfloat16, 72, count=20, active=4, choosing=Choosing(True, scale=2.5), shared=32)
+@pytest.mark.parametrize("wide_router", [False, True])
+def test_a_token_has_the_same_bits_among_any_others_in_our_kernel(wide_router):
+    routing = Routing(True, scale=2.5)
+    experts = packed(torch.bfloat16, 72, count=20, active=4, routing=routing, shared=32, wide_router=wide_router)
     x = torch.randn(90, 72, generator=torch.Generator().manual_seed(2)).bfloat16()
     whole = experts(x, x)
     for first, last in ((0, 1), (89, 90), (7, 40), (1, 90)):
@@ -362,7 +438,7 @@ def test_experts_of_qwen3_vl_may_be_transposed_or_not(tmp_path):
 
 def test_the_best_expert_of_each_group_decides_which_groups_a_softmax_chooses_from():
     """With sums of two the first group would come before the second; without groups expert 0 would be chosen."""
-    spec = ExpertsSpec(6, 2, 4, False, frozenset(), ("", "", "up", ""), choosing=Choosing(False, 3, 1, 16.0))
+    spec = ExpertsSpec(6, 2, 4, False, frozenset(), ("", "", "up", ""), routing=Routing(False, 3, 1, 16.0))
     experts = Experts(6, spec, torch.float32, CPU, activation="relu")
     experts.router.weight.copy_(torch.eye(6))
     x = torch.tensor([[3.0, 2.9, 3.1, -1.0, 0.0, 0.0]])
@@ -379,7 +455,7 @@ GLM = {**BASE, **GLM4_MOE, "architectures": ["Glm4MoeForCausalLM"]}
 @pytest.mark.parametrize("kernels", [None, choose("auto", CPU, torch.float32).kernels], ids=["torch", "ours"])
 def test_sigmoids_and_a_correction_choose_experts_of_the_best_groups(kernels):
     """The correction decides who is chosen, not the weights."""
-    spec = ExpertsSpec(6, 2, 4, False, frozenset(), ("", "", "up", ""), choosing=Choosing(True, 3, 1, 2.5))
+    spec = ExpertsSpec(6, 2, 4, False, frozenset(), ("", "", "up", ""), routing=Routing(True, 3, 1, 2.5))
     experts = Experts(6, spec, torch.float32, CPU, activation="relu")
     experts.router.weight.copy_(torch.eye(6))
     assert experts.correction is not None
@@ -526,7 +602,7 @@ def test_mlp_layer_types_say_which_layers_have_experts():
     ):
         spec = read_spec({**EXAONE, **changes}, EngineConfig(model=""))
         assert spec is not None and spec.decoder is not None and spec.decoder.experts is not None
-        assert spec.decoder.experts.dense == dense and spec.decoder.experts.choosing == Choosing(True, scale=2.5)
+        assert spec.decoder.experts.dense == dense and spec.decoder.experts.routing == Routing(True, scale=2.5)
 
 
 @pytest.mark.parametrize(

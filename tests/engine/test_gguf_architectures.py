@@ -576,7 +576,8 @@ def parts(name: str, numbers: torch.Tensor, *, alternating: bool) -> list[tuple[
 
 
 def add(writer: gguf.GGUFWriter, name: str, numbers: np.ndarray, kind: Type) -> None:
-    if kind == Type.F32 or numbers.ndim == 1 or name.endswith(("bias", "norm.weight")) or numbers.shape[-1] % 32:
+    plain = "bias", "norm.weight", "ffn_gate_inp.weight"
+    if kind == Type.F32 or numbers.ndim == 1 or name.endswith(plain) or numbers.shape[-1] % 32:
         writer.add_tensor(name, np.ascontiguousarray(numbers, dtype=np.float32))
     else:
         writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(numbers), kind), raw_dtype=kind)
@@ -862,6 +863,31 @@ def test_layers_of_qwen_3_5_that_predict_further_tokens_are_not_read(tmp_path):
     model = load_model(EngineConfig(model=str(path)), fetch(str(path), weights=True).path)
     assert isinstance(model, Decoder) and len(model.layers) == 3
     assert model.weights_bytes == held(model)
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0])
+@needs_library
+def test_routers_in_f32_stay_so_and_those_in_blocks_stay_in_blocks(tmp_path, monkeypatch, kind):
+    def add_mixed(writer: gguf.GGUFWriter, name: str, numbers: np.ndarray, others: Type) -> None:
+        if name.endswith("ffn_gate_inp.weight") and kind != Type.F32:
+            writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(numbers), kind), raw_dtype=kind)
+        else:
+            plain(writer, name, numbers, others)
+
+    plain = add
+    monkeypatch.setitem(globals(), "add", add_mixed)
+    folder = made("glm4_moe", tmp_path / "model")
+    path = write(folder, tmp_path / "model.gguf", "glm4_moe", Type.Q8_0)
+    model = load_model(EngineConfig(model=str(path)), fetch(str(path), weights=True).path)
+    assert isinstance(model, Decoder) and model.spec.dtype == torch.bfloat16
+    routers = [layer.experts.router for layer in model.layers if layer.experts is not None]
+    packed = {(each.weight.dtype, isinstance(each._packed, Blocks)) for each in routers}
+    assert packed == {(torch.float32, False) if kind == Type.F32 else (torch.bfloat16, True)}
+    found = plan.plan(EngineConfig(model=str(path), device="cpu", num_blocks=16))
+    assert found["weights_bytes"] == model.weights_bytes
+    ids = prompt(40, seed=1)
+    want, got = whole(oracle(folder, torch.float32), ids), Bench(model).step({0: ids})[0]
+    assert (got.double() - want).norm() < 0.15 * want.norm()
 
 
 @needs_library

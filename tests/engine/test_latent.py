@@ -146,7 +146,7 @@ def test_keys_that_config_json_leaves_out_are_those_of_transformers():
         first = theirs.mlp_layer_types.count("dense") if kind == "glm4_moe_lite" else theirs.first_k_dense_replace
         assert experts.dense == frozenset(range(first))
         groups = (1, 1) if kind == "deepseek_v2" else (theirs.n_group, theirs.topk_group)
-        assert experts.choosing == (kind != "deepseek_v2", *groups, theirs.routed_scaling_factor)
+        assert experts.routing == (kind != "deepseek_v2", *groups, theirs.routed_scaling_factor)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "youtu"])

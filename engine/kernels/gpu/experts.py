@@ -26,8 +26,9 @@ def choose(
     logits: [tokens, EXPERTS]. weights: [tokens, ACTIVE] float32, times `scale`. chosen: [tokens, ACTIVE] int32. The
     weights are a softmax over all experts, or with SIGMOID sigmoids. With CORRECT correction [EXPERTS] is added to them
     for the choice. With NORMALIZE a token's weights are divided by their sum. With SCALES they are multiplied by those
-    of the experts, [EXPERTS]. Experts are chosen from the KEPT of GROUPS groups with the largest rank, or with SIGMOID
-    with the largest sum of two. ACTIVE_P, GROUPS_P, SIZE_P: powers of two, not smaller; the last one of a group.
+    of the experts, [EXPERTS]. Experts come from the KEPT best of GROUPS groups: a group's score is its largest rank,
+    with SIGMOID the sum of its two largest. ACTIVE_P, GROUPS_P, SIZE_P: powers of two, not smaller; the last one of a
+    group's size.
     """
     if DEPENDENT:
         gdc_wait()
