@@ -154,7 +154,7 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
             small += [linear for mixture in experts for linear in mixture.shared or ()]
             small += [each.latent.queries for each in layers[:1] if each.latent is not None and each.latent.queries]
         for linear in (*wide, *small, *(linear for each in plain for linear in each.linears)):
-            linear.unify(uniforms)
+            linear.unify(uniforms, spec.dtype)
         choices = invariance.choices(spec)
         for rows in _numbers_of_rows(uniforms):
             for each in plain:
@@ -182,7 +182,7 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
         for stored in _as_stored(mixture, spec, activation):
             if config.batch_invariant:
                 for linear in (*stored.gate_ups, *stored.downs, *(stored.shared or ())):
-                    linear.unify(uniforms)
+                    linear.unify(uniforms, spec.dtype)
             yield from gpu_experts.jobs(stored, activation, spec.dtype, wide=is_wide)
 
 

@@ -129,8 +129,9 @@ class Reference:
         widest = max(layers, key=lambda layer: layer.numbers)
         everything = config.max_seqs * config.max_len * widest.numbers
         gathered = min(everything, max(config.max_len * widest.numbers, 2 * GATHER_NUMBERS))
-        # With scales, keys or values in turn: the bytes, and twice float32 before the model's dtype.
-        extra = 5 if cache_dtype in LARGEST else 0
+        # With scales, keys or values in turn, or all numbers if values are in keys: the bytes, and twice float32 before
+        # the model's dtype.
+        extra = (9 if widest.values_in_keys else 5) if cache_dtype in LARGEST else 0
         scores = min(SCORE_NUMBERS, widest.num_heads * config.max_batched_tokens * config.max_len)
         return gathered * (dtype.itemsize + extra) + 3 * 4 * scores
 

@@ -94,7 +94,7 @@ struct Mixture {
   int64_t groups, kept;                    // of experts, and those from which a token's are chosen
   int64_t inner, shared;                   // inner sizes of an expert, and of the MLP
   int32_t sigmoid, normalized;  // weights are sigmoids, else a softmax over all experts; a token's add up to 1
-  int32_t wide_router;          // its weight is float32, and so is its input, whatever the experts' types
+  int32_t wide_router;          // its weight is float32, to which its input is converted, whatever the experts' types
   float scale;                  // of the weights
   float epsilon;                // added to their sum if they add up to 1
 };

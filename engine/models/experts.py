@@ -25,7 +25,7 @@ class Routing(NamedTuple):
 
     has_sigmoids: bool = False  # False: a softmax
     groups: int = 1  # of as many experts each
-    kept: int = 1  # groups with a token's experts: with a softmax of the best experts, with sigmoids of the best two
+    kept: int = 1  # groups of a token's experts: the best by their largest score, with sigmoids by the sum of two
     scale: float = 1.0  # of the weights
 
 
@@ -52,7 +52,7 @@ class ExpertsSpec:
     epsilon: float = 1e-20  # see ExpertKeys
     is_beside: bool = False  # see ExpertKeys
     scale: float = 1.0  # of what the experts add to the residual stream
-    wide_router: bool = False  # the router's weight, its input and its logits are in float32, see spec.with_routers
+    wide_router: bool = False  # the router's weight and logits are in float32, see spec.with_routers
 
     def linears(self, expert: int) -> tuple[tuple[str, ...], str]:
         """Return the names of an expert's gate and up, which may be one tensor, or of up alone, and of its down

@@ -80,7 +80,7 @@ def settle(
         return reason
     for uniforms in skinny.uniforms(model.dtype, device):
         for linear in linears:
-            linear.unify(uniforms)
+            linear.unify(uniforms, model.dtype)
         reason = on_gpu.trial(*parts, choices=choices(model), invariant=True) or proof(parts, project)
         if reason is None:
             return None

@@ -259,14 +259,17 @@ class Linear:
             out = out * self.scale
         return out if residual is None else residual + out
 
-    def unify(self, uniforms: Uniforms) -> None:
-        """Let our kernels compute all products on a GPU, with one order of sums for any number of rows."""
+    def unify(self, uniforms: Uniforms, dtype: torch.dtype) -> None:
+        """Let our kernels compute all products on a GPU, with one order of sums for any number of rows.
+
+        `dtype`: the model's, for which the tiles are. A router may be in float32 beside it.
+        """
         self.uniforms = uniforms
         if self.quantized is not None:
             self.quantized.unify()
         else:
             rows, columns = self.weight.shape
-            own = UNIFORM_FLOAT32[0] if self.weight.dtype == torch.float32 else uniforms
+            own = uniforms if self.weight.dtype == dtype else UNIFORM_FLOAT32[0]
             self._uniform = own.of(rows, columns, is_gated=isinstance(self, Gated))
 
     def use_for_few(self, tiles: Mapping[int, AnyTile | None]) -> None:

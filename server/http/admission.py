@@ -68,7 +68,7 @@ class Ticket:
     choices: int
     prompt_tokens: int = 0
     inputs: int = 0  # of an embedding request
-    num_bytes: int = 0  # of a stored conversation
+    num_bytes: int = 0  # of stored responses
     is_open: bool = True
 
     def add_prompt(self, tokens: int) -> None:
@@ -76,6 +76,12 @@ class Ticket:
         if self.is_open:
             self.limits.add_tokens(self.caller, tokens)
             self.prompt_tokens += tokens
+
+    def add_bytes(self, num_bytes: int) -> None:
+        """Count what is read of stored responses like bytes of the body. Raises 503 or 429 if it does not fit."""
+        if self.is_open:
+            self.limits.add_stored(self.caller, num_bytes)
+            self.num_bytes += num_bytes
 
     def release(self) -> None:
         if self.is_open:
@@ -221,11 +227,9 @@ class Limits:
             raise ApiError(413, message, code="body_too_large")
 
     def hold_bytes(self, caller: Caller, num_bytes: int) -> Ticket:
-        """Count what a request reads of stored responses like bytes of its body, until the ticket is released. Raises
-        503 or 429."""
-        self._check(self.bytes, caller, num_bytes, "body_bytes", "bytes of requests and stored responses")
-        self.bytes.acquire(caller.flow, num_bytes, caller.weight)
-        ticket = Ticket(self, caller, choices=0, num_bytes=num_bytes)
+        """Count bytes of stored responses until the ticket is released; raises 503 or 429."""
+        ticket = Ticket(self, caller, choices=0)
+        ticket.add_bytes(num_bytes)
         caller.tickets.append(ticket)
         return ticket
 
@@ -233,10 +237,24 @@ class Limits:
         """Count `num_bytes` more of a body of which `so_far` have been read; raises 413, 503 or 429."""
         size = so_far + num_bytes
         self.check_body_size(size)
-        reserve = 0 if size <= SMALL_BODY else self.bytes.total // 8
-        if not self.bytes.fits(num_bytes + reserve):
+        if not self.bytes.fits(num_bytes + self._reserve(size)):
             raise self.refuse("body_bytes", "The server is reading as many request bodies as it can.")
         held = self.bytes.of(caller.flow) + num_bytes
         if held > max(self.max_body_bytes, self.bytes.share(caller.flow, caller.weight)):
             raise self.refuse_share("You are sending several large bodies at a time")
         self.bytes.acquire(caller.flow, num_bytes, caller.weight)
+
+    def add_stored(self, caller: Caller, num_bytes: int) -> None:
+        """Count bytes of stored responses; raises 503 or 429. The first ones after a body always fit: what is stored
+        has a limit of its own."""
+        held = self.bytes.of(caller.flow)
+        others = self.bytes.open - held
+        if others and not self.bytes.fits(num_bytes + self._reserve(num_bytes)):
+            raise self.refuse("body_bytes", "The server is reading as many stored responses as it can.")
+        if held > self.max_body_bytes and held + num_bytes > self.bytes.share(caller.flow, caller.weight):
+            raise self.refuse_share("You have several requests with long stored responses open")
+        self.bytes.acquire(caller.flow, num_bytes, caller.weight)
+
+    def _reserve(self, size: int) -> int:
+        """Return the bytes that are kept for small bodies."""
+        return 0 if size <= SMALL_BODY else self.bytes.total // 8

@@ -9,7 +9,6 @@ import asyncio
 import errno
 import hashlib
 import random
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -141,9 +140,7 @@ class Process:
     def kill(self) -> None:
         self.die(-9)
 
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired("engine", timeout or 0)
+    def poll(self) -> int | None:
         return self.returncode
 
     def die(self, code: int) -> None:

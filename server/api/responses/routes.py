@@ -14,7 +14,7 @@ from msgspec.json import decode
 from ...generation.http_response import respond
 from ...generation.output import Json
 from ...grammar.schemas import MAX_SOURCE
-from ...http.admission import Caller, Limits
+from ...http.admission import Caller, Limits, Ticket
 from ...http.auth import UserDep
 from ...http.body import body
 from ...http.errors import CONTEXT_CODE, OPENAI_ERRORS, ApiError, invalid, not_found
@@ -257,25 +257,25 @@ async def resolve(store: Store, limits: Limits, caller: Caller, payload: Respons
     wanted = {item["id"] for item in given if item["type"] == "item_reference"}
     own: list[Json] = []
     before_bytes, own_bytes = sum(stored.num_bytes for stored in before), 0
+    held = limits.hold_bytes(caller, 0)
     for index, item in enumerate(given):
         if item["type"] != "item_reference":
             own.append(item)
             continue
         id = item["id"]
         if id not in known:
-            for stored in await referred(store, limits, caller, id, wanted):
+            for stored in await referred(store, held, id, wanted):
                 known.setdefault(stored.item["id"], stored)
         if id not in known:
             raise invalid(f"There is no stored item '{shown(id)}'.", f"input.{index}.id", "item_not_found")
         # For each reference again: a few bytes of the body can stand for a long item.
         own_bytes += known[id].num_bytes
         check_size(limits, before_bytes + own_bytes, "input")
+        held.add_bytes(known[id].num_bytes)
         own.append(known[id].item)
     if len(before) + len(own) > MAX_ITEMS:
         message = f"Invalid 'input': the conversation has {len(before) + len(own)} items, and may have {MAX_ITEMS}."
         raise invalid(message, "input")
-    if own_bytes:
-        limits.hold_bytes(caller, own_bytes)
     payload.expand([stored.item for stored in before], without_repeats(own, continued))
     num_bytes = before_bytes + own_bytes
     # On a thread, since stored tools are validated again.
@@ -303,18 +303,22 @@ async def stored_items(store: Store, limits: Limits, caller: Caller, response_id
         raise invalid(f"There is no stored response '{shown(response_id)}'.", field, "previous_response_not_found")
     if record.is_open:
         raise invalid(f"Invalid '{field}': the response is not complete yet.", field)
-    limits.hold_bytes(caller, record.num_bytes)
     check_size(limits, len(record.items), field)
-    return await asyncio.to_thread(all_items, record)
+    limits.hold_bytes(caller, record.num_bytes)
+    items = await asyncio.to_thread(all_items, record)
+    check_size(limits, sum(stored.num_bytes for stored in items), field)
+    return items
 
 
-async def referred(store: Store, limits: Limits, caller: Caller, id: str, wanted: Collection[str]) -> list[StoredItem]:
-    """Return the `wanted` items of the response that the item `id` belongs to."""
-    record = await store.get(response_of(id), caller.key)
+async def referred(store: Store, held: Ticket, id: str, wanted: Collection[str]) -> list[StoredItem]:
+    """Return the `wanted` items of the response that the item `id` belongs to, whose bytes `held` then counts."""
+    record = await store.get(response_of(id), held.caller.key)
     if record is None:
         return []
-    with limits.hold_bytes(caller, record.num_bytes):
-        return await asyncio.to_thread(all_items, record, wanted)
+    with held.limits.hold_bytes(held.caller, record.num_bytes):
+        items = await asyncio.to_thread(all_items, record, wanted)
+    held.add_bytes(sum(stored.num_bytes for stored in items))
+    return items
 
 
 # The rest runs on a thread, since a stored conversation can have tens of megabytes.

@@ -320,6 +320,25 @@ async def test_a_full_queue_answers_503_before_the_first_header(tmp_path):
         assert (await client.get("/ready")).status_code == 200
 
 
+def test_a_caller_with_a_body_may_read_a_stored_response_and_small_bodies_keep_their_room():
+    limits, _ = make()
+    others = [Caller(flow=f"other {i}") for i in range(63)]
+    for other in others:
+        limits.count_bytes(other, 1000, 0)
+    caller = Caller(flow="a")
+    limits.count_bytes(caller, 100, 0)
+    assert limits.bytes.share(caller.flow, 1) < limits.max_body_bytes
+    limits.hold_bytes(caller, limits.max_body_bytes)
+    with pytest.raises(ApiError) as refused:
+        limits.hold_bytes(caller, limits.max_body_bytes)
+    assert refused.value.status == 429
+    for other in others:
+        with suppress(ApiError):
+            limits.hold_bytes(other, limits.max_body_bytes)
+    assert limits.rejections["body_bytes"] > 0, "there is no room for more"
+    limits.count_bytes(Caller(flow="new"), 1000, 0)
+
+
 def test_stored_conversations_count_like_bodies():
     limits, _ = make()
     caller = Caller(flow="a")
