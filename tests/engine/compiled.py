@@ -247,7 +247,7 @@ def serve(spec: ModelSpec, choices: Choices | None, *, is_uniform: bool, form: F
     for linear in linears:
         linear.allocate()
     for linear in linears if is_uniform else ():
-        linear.unify(UNIFORM[0], linear.weight.dtype)
+        linear.unify(UNIFORM[0], spec.dtype)
     if is_uniform:
         choices = invariance.choices(spec)
     model.head._is_wide = is_uniform  # as on a GPU

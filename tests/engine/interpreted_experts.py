@@ -174,7 +174,7 @@ def test_a_token_that_is_no_number_spoils_no_other():
 def test_a_token_has_the_same_bits_among_any_others(dtype, wide_router):
     experts = experts_of(dtype, has_bias=True, wide_router=wide_router)
     for linear in [experts.router, *experts.gate_ups, *experts.downs]:
-        linear.unify(Uniforms.undivided({ANY: SMALL}, {ANY: SMALL}), linear.weight.dtype)
+        linear.unify(Uniforms.undivided({ANY: SMALL}, {ANY: SMALL}), dtype)
     assert experts.logits(numbers(2, 40, dtype=dtype)).dtype == (torch.float32 if wide_router else dtype)
     routed, x = RoutedExperts(experts, "silu"), numbers(50, 40, dtype=dtype)
     whole = x.clone()
