@@ -14,7 +14,7 @@ from .references import referred
 from .scanner import END, NOTHING, Scanner, Script, Trimmer
 
 MAX_TAG = 256  # characters: names of functions have at most 64, of parameters seldom 32
-MAX_LEFT = 64  # parameters whose tags are told from those of others: each is looked for at each character
+MAX_LEFT = 64  # names of parameters that are looked for at each character; with more, any tag of a parameter counts
 MAX_STEPS = 64  # schemas that are visited to find a parameter's types
 LITERALS = {"True": "true", "False": "false", "None": "null"}  # Python's, which models write too
 NULLS = {"null", "None"}
