@@ -13,3 +13,8 @@ from server.offline import LLM, APIError, Output
 from server.settings_values import SettingsError
 
 __all__ = ["LLM", "APIError", "ConfigError", "ModelError", "Output", "SettingsError"]
+
+if __name__ == "__main__":  # `python -m pequod serve`, for an environment whose commands are not on the PATH
+    from server.__main__ import main
+
+    raise SystemExit(main())

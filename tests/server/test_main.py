@@ -64,6 +64,14 @@ def test_version(pequod):
     assert out.startswith("pequod ")
 
 
+@pytest.mark.parametrize("module", ["pequod", "server"])
+def test_the_modules_can_be_run_like_the_command(module):
+    command = [sys.executable, "-m", module, "server"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "pequod: unknown command server; did you mean serve?\n"
+
+
 @pytest.mark.parametrize("command", [*COMMANDS, *(f"bench {part}" for part in bench.PARTS)])
 def test_help_of_each_command_imports_nothing_heavy(command):
     # What makes help slow is what it imports; a clock would depend on the neighbours.
