@@ -7,7 +7,6 @@ from .client import Engine, EngineStatus, OpenRequest
 from .config import EngineConfig
 from .fair_lock import FairLock
 from .files import LIST_BYTES, read_file, read_json, read_text
-from .gguf.tokenizer import PATTERNS as pre_tokenizer_patterns
 from .grammar import problem as grammar_problem
 from .grammar.trial import GrammarTrial
 from .hub import Folder, fetch
@@ -18,6 +17,8 @@ from .packaged import on_this_machine as packaged_models
 from .packaged import pull
 from .process import begin_child, spawn
 from .supervisor import Child, ProcessEngine
+from .tokenizer_files.folder import MAX_BYTES as TOKENIZER_BYTES
+from .tokenizer_files.folder import tokenizer_folder
 from .types import (
     ConfigError,
     EngineDied,
@@ -35,10 +36,10 @@ from .types import (
     TokenDelta,
     TokenLogprob,
 )
-from .user_cache import cache_root
 
 __all__ = [
     "LIST_BYTES",
+    "TOKENIZER_BYTES",
     "Child",
     "ConfigError",
     "Engine",
@@ -65,16 +66,15 @@ __all__ = [
     "TokenDelta",
     "TokenLogprob",
     "begin_child",
-    "cache_root",
     "cpp_compiler",
     "fetch",
     "grammar_problem",
     "measure_memory",
     "packaged_models",
-    "pre_tokenizer_patterns",
     "pull",
     "read_file",
     "read_json",
     "read_text",
     "spawn",
+    "tokenizer_folder",
 ]

@@ -18,15 +18,20 @@ PR_SET_PDEATHSIG = 1
 GC_THRESHOLD = 10_000
 
 
-def spawn(module: str, fd: int, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start `python -m module fd parent_pid arguments…` with the socket `fd`. Raises OSError.
+def child_environment() -> dict[str, str]:
+    """Return the environment of a child that runs a module of ours: this process's own, without SECRETS.
 
-    The child imports this package from the same path as the parent, and its environment has no SECRETS. It imports
-    nothing from the current directory, which may be an untrusted model folder.
+    The child imports this package from the same path as the parent. It imports nothing from the current directory,
+    which may be an untrusted model folder.
     """
     given = os.getenv("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, given)])  # an empty one is the cwd
     environment = {name: value for name, value in os.environ.items() if name.upper() not in SECRETS}
+    return {**environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def spawn(module: str, fd: int, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start `python -m module fd parent_pid arguments…` with the socket `fd`. Raises OSError."""
     # The child inherits the mask: until `begin_child`, Ctrl-C would print a traceback of its imports.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -34,7 +39,7 @@ def spawn(module: str, fd: int, *arguments: str) -> subprocess.Popen[bytes]:
             [sys.executable, "-m", module, str(fd), str(os.getpid()), *arguments],
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
-            env={**environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            env=child_environment(),
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -18,8 +18,6 @@ from server import settings
 ROOT = pathlib.Path(__file__).parent.parent
 HEAVY = {"torch", "transformers"}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# Runs in a child process of its own, for tokenizers that only transformers can read.
-CONVERTER = ROOT / "server/tokenization/convert.py"
 NO_TORCH = [
     "types", "config", "batch", "sequence", "prefix_cache", "waiting", "scheduler", "loop", "client", "channel", "hub",
     "files",
@@ -120,8 +118,7 @@ def test_the_server_takes_from_the_engine_only_what_it_exports():
 
 def test_the_server_imports_neither_torch_nor_transformers():
     for path in files("server"):
-        if path != CONVERTER:
-            assert not {module.partition(".")[0] for module, _ in imports(path)} & HEAVY, path
+        assert not {module.partition(".")[0] for module, _ in imports(path)} & HEAVY, path
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Table: llguidance's table of every token's bytes, from a model folder's tokenizer.json."""
+"""Table: llguidance's table of every token's bytes, from the tokenizer.json that the server reads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from llguidance import LLTokenizer
 from msgspec import Struct
 
 from ..files import LIST_BYTES, read_file, read_json
+from ..tokenizer_files.folder import FILE, MAX_BYTES, tokenizer_folder
 from ..types import ModelError
 from . import GrammarError
 
@@ -20,7 +21,6 @@ LIST_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 PLACEHOLDER = "<|no text ends here|>"
 APART = "\U0010fffd\U000ffffd special "  # private use characters, which no text contains
 
-TOKENIZER_BYTES = 64 << 20  # the server has the same limit
 MAX_ADDED = 1 << 14  # llguidance takes quadratic time, and some seconds for this number
 FEW_NAMES = 64  # each is searched for in the vocabulary's whole text
 ESCAPED = re.compile(rb"\\(.)", re.DOTALL)  # in JSON
@@ -63,14 +63,15 @@ class Table:
 
     @classmethod
     def of(cls, folder: Path, width: int) -> Table:
-        """Read a folder's table. Raises GrammarError if it has no tokenizer.json, or one without byte-level tokens."""
+        """Read the table of a folder's tokenizer. Raises GrammarError without one, and if its tokens are not bytes."""
         try:
-            data = read_file(folder / "tokenizer.json", TOKENIZER_BYTES)
-            special = _special_names(folder)
+            found = tokenizer_folder(folder)
+            data = read_file(found / FILE, MAX_BYTES)
+            special = _special_names(folder) | _special_names(found)
         except ModelError as error:
             raise GrammarError(str(error)) from None
         if data is None:
-            raise GrammarError("the model has no tokenizer.json, which grammars need")
+            raise GrammarError("the model's tokenizer.json is gone")
         try:
             return cls(data, width, special)
         except GrammarError:
@@ -86,7 +87,7 @@ def _has_no_text(token: dict[str, Any]) -> bool:
 
 
 def _special_names(folder: Path) -> frozenset[str]:
-    """Return the special tokens of the folder's other files; the server removes them from texts."""
+    """Return the special tokens of a folder's other files; the server removes them from texts."""
     names: list[Any] = []
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         config = read_json(folder / file, LIST_BYTES) or {}

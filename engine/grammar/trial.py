@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from ..tokenizer_files.byte_level import byte_characters
 from . import GrammarError, limits, shown, source
 
 
@@ -39,9 +40,7 @@ class GrammarTrial:
 
 def _bytes_alone() -> str:
     """Return a tokenizer.json whose tokens 0 to 255 are the bytes, followed by an end token."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+    characters = byte_characters()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     model = {"type": "BPE", "vocab": {characters[byte]: byte for byte in range(256)}, "merges": []}

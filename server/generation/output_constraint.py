@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..grammar.checker import Gate, refusal
 from ..grammar.rules import TooLong
-from ..grammar.schemas import MAX_WRITTEN, Grammar, constraining
+from ..grammar.schemas import MAX_WRITTEN, Grammar, of_schema
 from ..grammar.tool_calls import call_grammar
 from ..http.admission import Caller
 from ..http.errors import invalid
@@ -143,8 +143,8 @@ async def checked_tools(gate: Gate, caller: Caller, calling: Calling) -> dict[st
             types = tool.parameters.get("type", "object")
             if "object" not in (types if isinstance(types, list) else [types]):
                 raise refusal(tool.field, "the arguments are an object, which 'type' at '/type' does not allow")
-            schemas[tool.name] = constraining({**tool.parameters, "type": "object"})
-            await gate.check(Grammar("json_schema", json.dumps(schemas[tool.name]), tool.field), caller.flow)
+            grammar = await gate.check(of_schema({**tool.parameters, "type": "object"}, tool.field), caller.flow)
+            schemas[tool.name] = json.loads(grammar.text)
     return schemas
 
 

@@ -25,7 +25,7 @@ from ..tokenization.detokenizer import Detokenizer, last_with_text
 from ..tokenization.encoder import Prompts, TextTooLong
 from ..tokenization.generic_tools import FORMAT as GENERIC
 from ..tokenization.generic_tools import renders_tools
-from ..tokenization.renderer import TOO_LONG, TemplateError
+from ..tokenization.renderer import PromptTooLong, TemplateError
 from ..tokenization.reranker import NO_CHAT
 from ..tokenization.stop_matcher import StopString
 from .choices import Choice, Due, Scores
@@ -139,7 +139,7 @@ def refusals(param: str) -> Iterator[None]:
     try:
         yield
     except TemplateError as error:
-        code = CONTEXT_CODE if str(error) == TOO_LONG else "invalid_value"
+        code = CONTEXT_CODE if isinstance(error, PromptTooLong) else "invalid_value"
         raise invalid(str(error), param, code) from None
     except TextTooLong as error:
         raise invalid(str(error), param, CONTEXT_CODE) from None
@@ -286,6 +286,9 @@ async def encode_conversation(
 ) -> list[Prompt]:
     """Encode a conversation as the model's chat template renders it; `fits`: it must fit the context."""
     prompts, calling = model.prompts, conversation.calling
+    if conversation.references > (most := prompts.max_characters(fits)):
+        message = f"the definitions of tools, one for each tool_reference, have more than the {most} characters"
+        raise TextTooLong(f"{message} that can fit.")
     if model.reranker is not None and not model.reranker.chats:
         raise TemplateError(NO_CHAT)
     if calling is not None:

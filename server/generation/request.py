@@ -77,6 +77,7 @@ class ConversationPrompt:
     thinks: bool | None  # whether the model is to reason first; None: as its template has it
     # The field that limits the reasoning, and its value in tokens, -1: no limit; None: not specified.
     thinking_budget: tuple[str, int] | None
+    references: int = 0  # characters of the turns that are definitions of tools, written for references to them
 
 
 class GenerationRequest(Struct, frozen=True, kw_only=True):

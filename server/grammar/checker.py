@@ -121,6 +121,8 @@ class Gate:
 
         `limit`: in bytes.
         """
+        if grammar.problem is not None:
+            raise refusal(grammar.field, grammar.problem)
         if len(grammar.text.encode("utf-8", "surrogatepass")) > limit:
             raise refusal(grammar.field, f"it has more than {limit} bytes")
         try:

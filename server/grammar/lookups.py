@@ -11,7 +11,7 @@ MAX_REFERENCES = 8  # that follow each other
 
 
 class OutOfWork(Exception):
-    """The budget does not suffice for this part of the schema."""
+    """The budget does not suffice for this part of the schema. Without a text: the caller knows which part it is."""
 
 
 class Lookups:

@@ -59,6 +59,10 @@ SINGLE = ("items", "additionalProperties", "additionalItems")
 # The least bound of an integer that llguidance has an expression for: it reads bounds as floats, and this is the next
 # one after the least number of 64 bits.
 LEAST_INTEGER = -(2**63) + 1024
+TOO_MUCH_WORK = (
+    "rewriting 'propertyNames' at '{}' takes too much work, because many objects have the same long list of names; "
+    "list the names in 'properties', or shorten the list"
+)
 DEFINITIONS = (("$defs",), ("definitions",))  # paths
 
 Path = tuple[str | int, ...]
@@ -71,6 +75,7 @@ class Grammar(NamedTuple):
     text: str
     field: str
     compile_s: float = 0.0  # CPU time of compiling it, known once it has been checked
+    problem: str | None = None  # why it was not written as llguidance needs it, as half a sentence
 
     @property
     def is_raw(self) -> bool:
@@ -85,13 +90,17 @@ def of_schema(schema: Any, field: str) -> Grammar:
             schema = json.loads(schema)
         except (ValueError, RecursionError):  # find_problem refuses it
             return Grammar("json_schema", schema, field)
-    return Grammar("json_schema", compact(constraining(schema)), field)
+    try:
+        return Grammar("json_schema", compact(constraining(schema)), field)
+    except OutOfWork as error:
+        return Grammar("json_schema", compact(schema), field, problem=str(error))
 
 
 def constraining(schema: Any) -> Any:
     """Return a schema without the keywords that do not constrain the output, in the form that llguidance supports.
 
     `propertyNames` is replaced, the tags of a `oneOf` are required, and integers have bounds that it can enforce.
+    Raises OutOfWork if there are so many `propertyNames`, or so many references in them, that this takes too long.
     """
     text = compact(schema)
     is_final = not any(f'"{keyword}"' in text for keyword in (*EMPTY, "format", "oneOf", *LOW_BOUNDS))
@@ -103,17 +112,20 @@ def constraining(schema: Any) -> Any:
         return schema  # find_problem refuses it
     left = MAX_SOURCE - len(text)
     lookups = Lookups(copy, WORK_PER_CHARACTER * len(text))
-    for _, node, _ in reversed(nodes):  # inner ones first: an outer one may repeat them
+    for path, node, _ in reversed(nodes):  # inner ones first: an outer one may repeat them
         for keyword, values in EMPTY.items():
             value = node.get(keyword)
             if any(value is each or value == each == {} for each in values):  # True and False by identity: 0 == False
                 del node[keyword]
         if isinstance(name := node.get("format"), str) and name not in FORMATS:
             del node["format"]
-        with suppress(OutOfWork):  # the gate refuses what stays, with its position
-            if "propertyNames" in node:
+        if "propertyNames" in node:
+            try:
                 left -= replace_names(node, lookups, left)
-            if "oneOf" in node:
+            except OutOfWork:
+                raise OutOfWork(TOO_MUCH_WORK.format(pointer(*path, "propertyNames"))) from None
+        if "oneOf" in node:
+            with suppress(OutOfWork):  # llguidance may support it as it is
                 require_tag(node, lookups)
         _raise_bounds(node)
     return copy

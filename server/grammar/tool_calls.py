@@ -8,18 +8,20 @@ added token of the model's vocabulary is written as <[id]>, since llguidance doe
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..parsers import minimax
-from ..parsers.formats import CALL_DELIMITERS, DEEPSEEK, HUNYUAN, Formats
+from ..parsers.formats import CALL_DELIMITERS, DEEPSEEK, HUNYUAN, IN_MESSAGES, KIMI, Formats
 from ..parsers.gemma import PREFIX
 from ..parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
+from ..parsers.kimi import PREFIX as KIMI_PREFIX
 from ..parsers.parts import Schema
 from ..parsers.qwen_coder import END_FUNCTION, FUNCTION
-from . import tagged
+from . import solar, tagged
 from .gemma import Inexpressible, Writer
-from .rules import Lark, TooLong, quoted
+from .rules import Lark, TooLong, expression, quoted
 from .schemas import walk
 
 ANNOTATIONS = ("description", "title", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly")
@@ -70,7 +72,7 @@ def call_grammar(
 
 def _forced(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> Forced:
     """Write a grammar. Raises TooLong, and Inexpressible if its format cannot carry valid arguments by construction."""
-    writer = WRITERS[lark.formats.tools or "json"] if tools or lark.formats.tools == "gpt_oss" else _no_calls
+    writer = WRITERS[lark.formats.tools or "json"] if tools or lark.formats.tools in IN_MESSAGES else _no_calls
     lark.rules["start"] = writer(lark, tools, is_free, parallel) + lark.ending()
     return Forced("lark", lark.text, lark.formats)
 
@@ -152,6 +154,25 @@ def _harmony(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: b
     return f"{begun} ({opens} {thought})? {'' if lark.has_content else preamble} {opens} ({messages})"
 
 
+def _solar(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
+    return solar.completion(lark, {name: arguments(each) for name, each in tools.items()}, is_free, parallel)
+
+
+def _glm4(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
+    """Write GLM-4-0414: a call begins a message, and text never begins like one."""
+    again = CALL_DELIMITERS["glm4"][0]
+    calls = [f"{quoted(name + LINE)} {lark.schema(arguments(schema))}" for name, schema in tools.items()]
+    call = lark.one_of(calls)
+    several = f"{call} ({lark.delimiter(again)} {call})*" if parallel else call
+    if not is_free:
+        return f"{lark.reasoning()} {several}"
+    if lark.has_content:
+        return f"{lark.reasoning()} ({several} | {lark.content()})"
+    names = "|".join(re.escape(name) for name in tools)
+    lark.rules["PROSE"] = "/(?s:.*)/ & ~" + expression(rf"(?s:[ \t\r\n]*({names})[ ]*\n.*)")
+    return f"{lark.reasoning()} ({several} | {lark.until(again, 'PROSE')} {several} | PROSE?)"
+
+
 def _no_calls(lark: Lark, tools: Mapping[str, Schema], is_free: bool, parallel: bool) -> str:
     """Write completions of requests without tools."""
     del tools, is_free, parallel
@@ -187,6 +208,17 @@ def _deepseek(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
         calls.append(call)
     call = f"{lark.delimiter(opens)} {lark.one_of(calls)} {lark.delimiter(closes)}"
     return Syntax(first, "", call, quoted(LINE) if is_old else "", lark.delimiter(last))
+
+
+def _kimi(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
+    first, opens, between, closes, last = KIMI
+    lark.rules["NUMBER"] = "/[0-9]{1,4}/"
+    calls = [
+        f"{quoted(f'{KIMI_PREFIX}{name}:')} NUMBER {lark.delimiter(between)} {lark.schema(arguments(schema))}"
+        for name, schema in tools.items()
+    ]
+    call = f"{lark.delimiter(opens)} {lark.one_of(calls)} {lark.delimiter(closes)}"
+    return Syntax(first, "", call, "", lark.delimiter(last))
 
 
 def _gemma(lark: Lark, tools: Mapping[str, Schema]) -> Syntax:
@@ -254,13 +286,16 @@ SYNTAXES: dict[str, Callable[[Lark, Mapping[str, Schema]], Syntax]] = {
     "hunyuan_a13b": _list,
     "deepseek_v3": _deepseek,
     "deepseek_v31": _deepseek,
+    "kimi_k2": _kimi,
     "gemma4": _gemma,
 }
 WRITERS: dict[str, Callable[[Lark, Mapping[str, Schema], bool, bool], str]] = {
     **dict.fromkeys(SYNTAXES, _delimited),
     "llama3_json": _bare,
     "json": _bare,
+    "glm4": _glm4,
     "gpt_oss": _harmony,
+    "solar_open": _solar,
 }
 
 

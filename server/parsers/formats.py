@@ -40,7 +40,12 @@ BLOCKS = {
     "gemma4": Block("<|channel>thought", "<channel|>"),
     "hunyuan_a13b": Block("<think>", "</think>"),
     "ernie45": Block("<think>", "</think>"),
+    "solar_open": Block("<|think|>", "<|end|>"),
 }
+# Formats of messages in which calls, reasoning and content have the same delimiters: one parser reads all of them.
+IN_MESSAGES = ("gpt_oss", "solar_open")
+# What ends a prompt without reasoning, where that is not just the delimiter that closes the reasoning.
+WITHOUT_REASONING = {"solar_open": "<|think|><|end|><|begin|>assistant"}
 # The delimiters around the content, by format of reasoning. With tools Hunyuan's content may begin with "Assistant:".
 ANSWERS = {
     "hunyuan_a13b": Answer(("<answer>", "助手："), ("</answer>",)),
@@ -57,6 +62,16 @@ DEEPSEEK = (
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
 )
+KIMI = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+SOLAR_CALL = ("<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>")
+SOLAR_STARTS = ("<|begin|>", "<|think|>", "<|content|>", "<|tool_calls|>")
+SOLAR_ENDS = ("<|end|>", "<|flush|>", "<|calls|>")
 HUNYUAN = ("<tool_calls>", "<tool_call>", "</tool_call>", "</tool_calls>")
 # The delimiters in the text of a call.
 CALL_DELIMITERS: dict[str, tuple[str, ...]] = {
@@ -65,6 +80,7 @@ CALL_DELIMITERS: dict[str, tuple[str, ...]] = {
     "mistral": ("[TOOL_CALLS]",),
     "mistral_v11": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "glm4": ("<|assistant|>",),
     "glm45": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "seed_oss": ("<seed:tool_call>", "</seed:tool_call>"),
     "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
@@ -73,6 +89,8 @@ CALL_DELIMITERS: dict[str, tuple[str, ...]] = {
     "hunyuan_a13b": HUNYUAN,  # the calls are a list
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK,  # the same delimiters; the position of the name differs
+    "kimi_k2": KIMI,
+    "solar_open": (*SOLAR_STARTS, *SOLAR_CALL, *SOLAR_ENDS),
     "gpt_oss": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
     "json": (),
@@ -102,12 +120,17 @@ def detect(template: str) -> Formats:
 
 def delimiters(formats: Formats) -> frozenset[str]:
     """Return the tokens that a parser of these formats must see even if they are special."""
-    if "gpt_oss" in formats:
-        return frozenset(CALL_DELIMITERS["gpt_oss"])
+    if (shared := in_messages(formats)) is not None:
+        return frozenset(CALL_DELIMITERS[shared])
     of_calls = CALL_DELIMITERS[formats.tools] if formats.tools else ()
     of_reasoning = BLOCKS[formats.reasoning] if formats.reasoning else ()
     opens, closes = answer(formats)
     return frozenset(FIRST_TOKENS.get(text, text) for text in (*of_calls, *of_reasoning, *opens, *closes))
+
+
+def in_messages(formats: Formats) -> str | None:
+    """Return the format in which calls, reasoning and content are messages; None: the model writes another one."""
+    return next((name for name in IN_MESSAGES if name in formats), None)
 
 
 def answer(formats: Formats) -> Answer:
@@ -122,7 +145,10 @@ def reasoning_opened(formats: Formats, prompt_tail: str) -> bool:
 
 def reasoning_closed(formats: Formats, prompt_tail: str) -> bool:
     """Return whether a prompt ends with a closed block of reasoning, so that the model does not reason."""
-    return formats.reasoning is not None and prompt_tail.rstrip().endswith(BLOCKS[formats.reasoning].closes)
+    if formats.reasoning is None:
+        return False
+    closes = BLOCKS[formats.reasoning].closes
+    return prompt_tail.rstrip().endswith((closes, WITHOUT_REASONING.get(formats.reasoning, closes)))
 
 
 def ends_reasoning(formats: Formats) -> str | None:
@@ -131,8 +157,10 @@ def ends_reasoning(formats: Formats) -> str | None:
 
 
 def _tools(template: str) -> str | None:
-    if _is_gpt_oss(template):
-        return "gpt_oss"
+    if (shared := _in_messages(template)) is not None:
+        return shared
+    if "<|tool_call_begin|>" in template or "<|im_system|>tool_declare" in template:
+        return "kimi_k2"
     if "<｜tool▁call▁begin｜>" in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     if all(delimiter in template for delimiter in CALL_DELIMITERS["gemma4"]):
@@ -154,22 +182,26 @@ def _tools(template: str) -> str | None:
         return "hermes"
     if not re.search(r"\btools\b", template):
         return None
+    if "<|observation|>" in template and "metadata" in template:
+        return "glm4"
     return "llama3_json" if "<|start_header_id|>" in template and '"parameters"' in template else "json"
 
 
 def _reasoning(template: str) -> str | None:
-    if _is_gpt_oss(template):
-        return "gpt_oss"
+    if (shared := _in_messages(template)) is not None:
+        return shared
     if "</think>" in template and any(token in template for token in HUNYUAN_TOKENS):
         return "hunyuan_a13b"
     if "</think>" in template and "<response>" in template:
         return "ernie45"
     for name, block in BLOCKS.items():
         # To turn reasoning off, some templates write only the closing delimiter.
-        if block.closes in template and name != "gpt_oss":
+        if block.closes in template and name not in IN_MESSAGES:
             return name
     return None
 
 
-def _is_gpt_oss(template: str) -> bool:
-    return "<|channel|>" in template and "<|message|>" in template
+def _in_messages(template: str) -> str | None:
+    if "<|channel|>" in template and "<|message|>" in template:
+        return "gpt_oss"
+    return "solar_open" if "<|tool_call:begin|>" in template else None

@@ -71,6 +71,7 @@ class Scanner:
     closes: tuple[str, ...] = ()  # delimiters that are dropped after a call
     bare: frozenset[str] = NOTHING  # characters that may begin a call at the start of the content
     unclosed: tuple[str, ...] = ()  # delimiters that begin a call at the start of a line of the reasoning, too
+    within_lines = False  # whether calls in the reasoning may begin anywhere
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class Scanner:
             if delimiter in self._closing:
                 self._close(delimiter)
                 self.content = self._more_reasoning()
-            elif self.content.is_at_line_start:
+            elif self.content.is_at_line_start or self.within_lines:
                 char, withheld = yield from self._call_or_reasoning(delimiter, char, delimiters)
             else:  # only mentioned
                 self.content.add(delimiter)

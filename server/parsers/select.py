@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from .deepseek import DeepSeek
-from .formats import BLOCKS, Formats, answer
+from .formats import BLOCKS, Formats, answer, in_messages
 from .gemma import Gemma
 from .glm import Glm
+from .glm4 import Glm4
 from .harmony import Harmony
 from .json_objects import Hermes, Hunyuan, Llama, Mistral, Nemotron, Objects
+from .kimi import Kimi
 from .minimax import MiniMax
 from .parts import MessageParser, Plain, Schema
 from .qwen_coder import Coder
 from .scanner import Scanner
 from .seed_oss import SeedOss
+from .solar import Solar
 
 SCANNERS: dict[str, type[Scanner]] = {
     "hermes": Hermes,
@@ -22,6 +25,7 @@ SCANNERS: dict[str, type[Scanner]] = {
     "mistral": Mistral,
     "mistral_v11": Mistral,
     "qwen3_coder": Coder,
+    "glm4": Glm4,
     "glm45": Glm,
     "seed_oss": SeedOss,
     "minimax_m2": MiniMax,
@@ -30,6 +34,8 @@ SCANNERS: dict[str, type[Scanner]] = {
     "hunyuan_a13b": Hunyuan,
     "deepseek_v3": DeepSeek,
     "deepseek_v31": DeepSeek,
+    "kimi_k2": Kimi,
+    "solar_open": Solar,
     "gpt_oss": Harmony,
     "gemma4": Gemma,
     "json": Objects,
@@ -50,8 +56,8 @@ def message_parser(
     of calls are text. `opened`: the prompt ends inside of a block of reasoning. `new_id` makes the ids of calls.
     `closes_reasoning`: a grammar ensures that calls come after the reasoning.
     """
-    if "gpt_oss" in formats:  # calls and reasoning have the same delimiters
-        return Harmony(tools, BLOCKS["gpt_oss"], opened=opened, new_id=new_id)
+    if (shared := in_messages(formats)) is not None:
+        return SCANNERS[shared](tools, BLOCKS[shared], opened=opened, new_id=new_id)
     block = BLOCKS[formats.reasoning] if formats.reasoning else None
     scanner = SCANNERS[formats.tools] if formats.tools and tools else Scanner
     if scanner is Scanner and block is None:

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .demands import Demands, attribute_of
 from .generic_tools import described, renders_tools
-from .renderer import FAILED, MAX_CHARACTERS, NO_TEMPLATE, TOO_LONG, Message, TemplateError
+from .renderer import FAILED, MAX_CHARACTERS, NO_TEMPLATE, Message, PromptTooLong, TemplateError
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 PROBE = "INSTRUCTIONS"
@@ -82,7 +82,7 @@ class ChatTemplate:
                 parts.append(part)
                 size += len(part)
                 if size > limit:
-                    raise TemplateError(TOO_LONG)
+                    raise PromptTooLong
         except (TemplateError, MemoryError):
             raise
         except Exception as error:  # undefined names, types, refusals of the sandbox
@@ -181,10 +181,10 @@ def _prepare(index: int, message: Message, template: ChatTemplate) -> Message:
     message["content"] = content
     if "tool_calls" in message:
         message["tool_calls"] = [_parse_arguments(call) for call in message["tool_calls"]]
-    # Most templates read reasoning_content, that of gpt-oss reads thinking.
+    # Most templates read reasoning_content, that of gpt-oss reads thinking, and that of Solar Open reasoning.
     reasoning = next((message[field] for field in REASONING_FIELDS if field in message), None)
     if reasoning is not None:
-        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        message = {"thinking": reasoning, "reasoning": reasoning, **message, "reasoning_content": reasoning}
     return message
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 from typing import Any
 
 from jinja2 import nodes
 from pydantic_core import from_json
 
-from ..parsers.formats import BLOCKS
+from ..parsers.formats import BLOCKS, KIMI
 from ..parsers.harmony import CHANNEL, MESSAGE, START
+from ..parsers.kimi import PREFIX
 from .renderer import Message
 
 ID_LENGTH = 9  # of Mistral's ids
@@ -29,6 +32,9 @@ class Demands:
         )
         self._one_text = BLOCKS["gpt_oss"].opens in source and any(map(_refuses_two_texts, tree.find_all(nodes.If)))
         self._objects = _iterates_arguments(tree)
+        self._numbered_ids = KIMI[1] in source
+        roles = {const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str)}
+        self._observations = "observation" in roles and "tool" not in roles and "metadata" in source
 
     def tools(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the tools, each with a description if the template adds that to other text."""
@@ -36,10 +42,14 @@ class Demands:
 
     def messages(self, messages: list[Message]) -> list[Message]:
         """Return the messages with calls in the form that the template takes; they have been prepared."""
-        if self._one_call:
+        if self._one_call or self._observations:
             messages = _one_call_each(messages)
         if self._short_ids:
             messages = [_with_short_ids(message) for message in messages]
+        if self._numbered_ids:
+            messages = _with_numbered_ids(messages)
+        if self._observations:
+            messages = [each for message in messages for each in _with_metadata(message)]
         if self._objects:
             messages = [_with_objects(message) for message in messages]
         return [_with_one_text(message) for message in messages] if self._one_text else messages
@@ -141,6 +151,48 @@ def _short(call_id: Any) -> Any:
     if not isinstance(call_id, str) or (len(call_id) == ID_LENGTH and call_id.isascii() and call_id.isalnum()):
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:ID_LENGTH]
+
+
+def _with_numbered_ids(messages: list[Message]) -> list[Message]:
+    """Replace ids by those that Kimi K2 writes, functions.NAME:0, counted through the whole conversation."""
+    ids: dict[Any, str] = {}  # of a client that repeats an id in a later turn, the last one
+    count = itertools.count()
+
+    def numbered(call: dict[str, Any]) -> dict[str, Any]:
+        name = (call.get("function") or {}).get("name")
+        ids[call.get("id")] = f"{PREFIX}{name}:{next(count)}"
+        return {**call, "id": ids[call.get("id")]}
+
+    def renamed(message: Message) -> Message:
+        if "tool_calls" in message:
+            return {**message, "tool_calls": [numbered(call) for call in message["tool_calls"]]}
+        if "tool_call_id" in message:
+            return {**message, "tool_call_id": ids.get(message["tool_call_id"], message["tool_call_id"])}
+        return message
+
+    return [renamed(message) for message in messages]
+
+
+def _with_metadata(message: Message) -> list[Message]:
+    """Return a call or a result as GLM-4-0414 has it: a message with the name of the function, and an observation.
+
+    A message has at most one call. The text before it is a message of its own.
+    """
+    if message.get("role") == "tool":
+        return [{**message, "role": "observation"}]
+    if not message.get("tool_calls"):
+        return [message]
+    content = message["content"]
+    function = message["tool_calls"][0].get("function") or {}
+    written = function.get("arguments", {})
+    text = written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
+    call = {
+        "role": message["role"],
+        "metadata": function.get("name"),
+        "content": [{"type": "text", "text": text}] if isinstance(content, list) else text,
+    }
+    before = {key: value for key, value in message.items() if key != "tool_calls"}
+    return [before, call] if content else [call]
 
 
 def _with_objects(message: Message) -> Message:

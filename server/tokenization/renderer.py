@@ -21,7 +21,8 @@ MAX_CHARACTERS = 8_000_000  # as long as the longest body that the server reads
 # Of address space: Python and jinja, messages of the longest body, and a few copies of a prompt of that length.
 MAX_BYTES = 512 << 20
 MAX_REPLY = 4 * MAX_CHARACTERS + 1  # in UTF-8, with its kind
-RENDERED, REFUSED, EXHAUSTED = b"r", b"e", b"m"  # kinds, each before a text: the prompt; an error; out of memory
+# Kinds, each before a text: the prompt; an error; out of memory; a prompt that is too long.
+RENDERED, REFUSED, EXHAUSTED, LONG = b"r", b"e", b"m", b"l"
 
 SWITCHES = ("enable_thinking", "thinking")  # names of the variable that turns reasoning on or off
 
@@ -39,6 +40,13 @@ Message = dict[str, Any]
 
 class TemplateError(Exception):
     """The messages cannot be rendered; the message is one sentence for the client."""
+
+
+class PromptTooLong(TemplateError):
+    """The prompt that the template makes of the messages is too long."""
+
+    def __init__(self) -> None:
+        super().__init__(TOO_LONG)
 
 
 class Renderer:
@@ -108,6 +116,8 @@ class Renderer:
                     raise TemplateError(FAILED) from None
         if kind == RENDERED:
             return text
+        if kind == LONG:
+            raise PromptTooLong
         if kind == EXHAUSTED:  # its memory may not suffice for the next request
             self._end()
         raise TemplateError(text)

@@ -15,7 +15,7 @@ from typing import Any
 from engine import begin_child
 
 from .chat_template import ChatTemplates
-from .renderer import EXHAUSTED, FAILED, MAX_BYTES, REFUSED, RENDERED, TOO_LARGE, TemplateError
+from .renderer import EXHAUSTED, FAILED, LONG, MAX_BYTES, REFUSED, RENDERED, TOO_LARGE, PromptTooLong, TemplateError
 
 
 def main() -> None:
@@ -43,6 +43,8 @@ def reply(templates: ChatTemplates, method: str, args: tuple[Any, ...], options:
     try:
         result = getattr(templates, method)(*args, **options)
         return RENDERED + (result.encode() if isinstance(result, str) else b"")
+    except PromptTooLong:
+        return LONG
     except TemplateError as error:
         return REFUSED + str(error).encode(errors="replace")
     except UnicodeEncodeError:  # a lone surrogate, which only the template can have written

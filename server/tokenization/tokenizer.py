@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib.metadata
 import json
 import os
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +13,8 @@ from typing import Any
 
 import tokenizers
 
-from engine import LIST_BYTES, ModelError, cache_root, read_file, read_json, read_text
+from engine import LIST_BYTES, TOKENIZER_BYTES, ModelError, read_file, read_json, read_text, tokenizer_folder
 
-from ..child import run_python
 from .split import TextSplitter, minima
 
 # Otherwise the library starts a thread per core for batches.
@@ -27,16 +22,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LIST_TOKENS = ("additional_special_tokens", "extra_special_tokens")
-# The files that a folder without tokenizer.json may be converted from, and others that affect the result.
-SOURCES = (
-    "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt",
-    "tiktoken.model", "qwen.tiktoken",
-)  # fmt: skip
-SETTINGS = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "config.json")
-TOKENIZER_BYTES = 64 << 20  # the largest published vocabularies have about 35 MB
 MAX_TEMPLATES, MAX_TEMPLATE = 64, 1 << 20  # chat templates of a model, and characters of one; large ones have 50,000
 MAX_ENDS, MAX_ID = 256, (1 << 31) - 1  # end tokens of a model, and the largest id of one
-CONVERT_TIMEOUT_S = 300.0  # importing transformers takes seconds, converting the largest vocabularies half a minute
 
 
 @dataclass(frozen=True)
@@ -164,7 +151,7 @@ class Tokenizer:
     @property
     def takes_grammars(self) -> bool:
         """Whether the engine can use this tokenizer, which needs the bytes of every token, for grammars."""
-        return isinstance(self.decoder, ByteDecoder) and (self.folder / "tokenizer.json").is_file()
+        return isinstance(self.decoder, ByteDecoder)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Encode a text; `add_special` adds the tokens that the model expects around a text, such as bos."""
@@ -281,54 +268,10 @@ def _content(token: Any) -> str | None:
 
 def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """Load the tokenizer; also returns settings that the folder lacks, because older code has them as defaults."""
-    data = read_file(folder / "tokenizer.json", TOKENIZER_BYTES)
-    if data is not None:
-        return tokenizers.Tokenizer.from_buffer(data), {}
-    if not any((folder / name).is_file() for name in SOURCES):
-        raise ModelError(
-            f"{folder} has no tokenizer: neither tokenizer.json nor files to make it from "
-            "(vocab.json with merges.txt, tokenizer.model, or tiktoken.model)."
-        )
-    cached = cache_root() / f"tokenizer-{_fingerprint(folder)}"
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        if not cached.is_dir():
-            _convert(folder, cached)
-        return _from_converted(cached)
-    except OSError:  # a read-only home: convert at every start
-        with tempfile.TemporaryDirectory(prefix="pequod-") as parent:
-            target = Path(parent) / "tokenizer"
-            _convert(folder, target)
-            return _from_converted(target)
-
-
-def _from_converted(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    config = read_json(folder / "tokenizer_config.json", LIST_BYTES) or {}
-    named = {name: config[name] for name in NAMED_TOKENS if name in config}
-    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), named
-
-
-def _fingerprint(folder: Path) -> str:
-    digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
-    for name in (*SOURCES, *SETTINGS):
-        data = read_file(folder / name, TOKENIZER_BYTES)
-        if data is not None:
-            digest.update(f"\0{name}\0{len(data)}\0".encode())
-            digest.update(data)
-    return digest.hexdigest()[:32]
-
-
-def _convert(folder: Path, target: Path) -> None:
-    command = ("-m", "server.tokenization.convert", str(folder), str(target))
-    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "USE_TORCH": "0"}
-    try:
-        child = run_python(*command, timeout_s=CONVERT_TIMEOUT_S, variables=quiet)
-    except subprocess.TimeoutExpired as error:
-        raise ModelError(f"Converting the tokenizer of {folder} took over {CONVERT_TIMEOUT_S:.0f} s.") from error
-    if child.returncode != 0 or not target.is_dir():
-        lines = child.stderr.strip().splitlines()
-        reason = lines[-1][:300].rstrip(".") if lines else f"exit status {child.returncode}"
-        raise ModelError(f"The tokenizer files of {folder} cannot be converted: {reason}.")
+    found = tokenizer_folder(folder)
+    library = tokenizers.Tokenizer.from_buffer(read_file(found / "tokenizer.json", TOKENIZER_BYTES) or b"")
+    config = {} if found == folder else read_json(found / "tokenizer_config.json", LIST_BYTES) or {}
+    return library, {name: config[name] for name in NAMED_TOKENS if name in config}
 
 
 def _add_tokens(library: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> frozenset[int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +33,57 @@ def test_the_table_has_the_bytes_that_the_server_writes(kind, tmp_path):
             assert table.library.is_special_token(token)
         elif piece != b"\xff":  # llguidance's mark of special tokens, and in no text
             assert table.library.decode_bytes([token]) == piece, token
+
+
+def bytes_in_base64() -> list[str]:
+    return [base64.b64encode(bytes((byte,))).decode() for byte in range(256)]
+
+
+def write_tiktoken(folder: Path) -> None:
+    (folder / "tiktoken.model").write_text("".join(f"{byte} {rank}\n" for rank, byte in enumerate(bytes_in_base64())))
+    added = {"256": {"content": "[BOS]", "special": True}, "258": {"content": "<|im_end|>", "special": True}}
+    code = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    settings = {"auto_map": code, "added_tokens_decoder": added, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_tekken(folder: Path) -> None:
+    vocab = [{"rank": rank, "token_bytes": byte} for rank, byte in enumerate(bytes_in_base64())]
+    config = {"pattern": r"\S+|\s+", "default_vocab_size": 266, "default_num_special_tokens": 10}
+    (folder / "tekken.json").write_text(json.dumps({"config": config, "vocab": vocab}))
+
+
+def write_gpt2(folder: Path) -> None:
+    """Vocabulary and merges in files of their own, which transformers converts."""
+    model = json.loads(byte_level().to_str())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer", **dict.fromkeys(("bos_token", "eos_token"), "<|end|>")})
+    )
+
+
+@pytest.mark.parametrize("write", [write_tiktoken, write_tekken, write_gpt2])
+def test_a_folder_without_tokenizer_json_has_the_bytes_and_tokens_of_the_server(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write(folder)
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.takes_grammars
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("converted a second time"))
+    table = Table.of(folder, tokenizer.vocab_size)
+    for token in range(tokenizer.vocab_size):
+        piece = tokenizer.decoder.piece(token, token)
+        if token in tokenizer.special_ids:
+            assert table.library.is_special_token(token)
+        elif piece != b"\xff" and not piece.startswith(b"<|reserved_token"):
+            assert table.library.decode_bytes([token]) == piece, token
+    schema = {"type": "object", "properties": {"ship": {"const": "The sea"}}, "required": ["ship"]}
+    text = '{"ship": "The sea"}'
+    matcher = LLMatcher(table.library, source("json_schema", json.dumps(schema)), limits=limits(), log_level=0)
+    assert matcher.consume_tokens(tokenizer.encode(text, add_special=False)) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize("kind", ["word pieces", "metaspace"])

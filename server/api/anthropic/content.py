@@ -167,28 +167,28 @@ class Definitions:
     """The definitions of tools, by which references to them are replaced.
 
     A small body can refer to a long definition thousands of times. So each is written once, and all references together
-    may be as long as the texts of a body.
+    may be as long as the texts of a body. The model's context may allow less, by `num_characters`.
     """
 
     def __init__(self, tools: Mapping[str, Json]) -> None:
         self._tools = tools
         self._texts: dict[str, str] = {}
-        self._left = MAX_TEXT
+        self.num_characters = 0  # of all references so far
 
     def text(self, name: str) -> str:
         """Return the definition of a tool for one more reference; raises 400 if that makes the prompt too long."""
         if name not in self._texts:
             self._texts[name] = json.dumps(self._tools[name], ensure_ascii=False)
-        self._left -= len(self._texts[name])
-        if self._left < 0:
+        self.num_characters += len(self._texts[name])
+        if self.num_characters > MAX_TEXT:
             message = f"the definitions of tools, one for each tool_reference, have more than {MAX_TEXT} characters"
             raise invalid(f"Invalid 'messages': {message} together.", "messages", CONTEXT_CODE)
         return self._texts[name]
 
 
-def turns(system: str | list[TextBlock] | None, messages: list[Turn], tools: Mapping[str, Json]) -> list[Json]:
-    """Return the conversation in the form of chat completions; successive messages of one role are one turn. `tools`:
-    what a reference to a tool is replaced by. Raises 400 if that makes the conversation too long.
+def turns(system: str | list[TextBlock] | None, messages: list[Turn], definitions: Definitions) -> list[Json]:
+    """Return the conversation in the form of chat completions; successive messages of one role are one turn.
+    `definitions`: what references to tools are replaced by. Raises 400 if that makes the conversation too long.
 
     A tool found late is defined where it was found, and not in the list at the front, where chat templates put tools:
     the prompt before it stays as it is, and in the prefix cache.
@@ -196,7 +196,6 @@ def turns(system: str | list[TextBlock] | None, messages: list[Turn], tools: Map
     instructions = [text for text in texts(system or []) if not text.startswith(ACCOUNTING)]
     made: list[Json] = [{"role": "system", "content": content(instructions)}] if instructions else []
     names: dict[str, str] = {}  # of the tools, by the id of the call
-    definitions = Definitions(tools)
     for is_answer, group in itertools.groupby(messages, lambda message: message.role == "assistant"):
         parts = [part for message in group for part in blocks(message)]
         if is_answer:

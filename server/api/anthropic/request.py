@@ -20,6 +20,7 @@ from ..sampling import MAX_INT, Count, GenerationFields, ModelName, StopTexts, T
 from ..tools import MAX_TOOLS
 from .content import (
     AssistantTurn,
+    Definitions,
     Effort,
     Messages,
     TextBlock,
@@ -267,8 +268,11 @@ class MessagesPrompt(Wire):
         kept = min((edit.turns for edit in edits or () if edit.turns is not None), default=None)
         messages = self.messages if kept is None else with_last_thinking(self.messages, kept)
         tools = {tool.name: described(tool, index).as_json for index, tool in enumerate(self.tools or ())}
-        own = turns(self.system, messages, tools)
-        return ConversationPrompt(own, self.render_options, self.calling, self.thinks, self.thinking_budget)
+        definitions = Definitions(tools)
+        own = turns(self.system, messages, definitions)
+        return ConversationPrompt(
+            own, self.render_options, self.calling, self.thinks, self.thinking_budget, definitions.num_characters
+        )
 
     @property
     def render_options(self) -> RenderOptions:

@@ -12,11 +12,12 @@ from ...http.admission import Caller
 from ...http.auth import UserDep
 from ...http.body import body
 from ...http.disconnect import while_connected
-from ...http.errors import OPENAI_ERRORS
+from ...http.errors import CONTEXT_CODE, OPENAI_ERRORS, invalid
 from ...http.openapi import Responses, described, returned
 from ...loading import LoadedModel
 from ...state import AppDep, AppState
 from ...tokenization.encoder import Prompts
+from ...tokenization.renderer import MAX_CHARACTERS
 from ..chat.request import as_dicts
 from .request import Detokenized, DetokenizeRequest, Templated, TemplateRequest, TokenizeRequest, Tokens
 
@@ -48,7 +49,11 @@ async def detokenize(payload: DetokenizeBody, app: AppDep, caller: UserDep) -> D
     """Return the text of token ids, including special tokens."""
     model = loaded(app, payload.model)
     check_token_ids(model.info, payload.tokens, "tokens")
-    return Detokenized(prompt=await model.prompts.decode(payload.tokens, skip_special=False, caller=caller.flow))
+    text = await model.prompts.decode(payload.tokens, skip_special=False, caller=caller.flow)
+    if len(text) > MAX_CHARACTERS:  # token ids can have a hundred times as much text as the body
+        message = f"their text has {len(text)} characters, and may have {MAX_CHARACTERS}"
+        raise invalid(f"Invalid 'tokens': {message}.", "tokens", CONTEXT_CODE)
+    return Detokenized(prompt=text)
 
 
 @router.post("/apply-template", responses=ERRORS, openapi_extra=described(TemplateRequest))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
+import shutil
 import time
 
 import httpx
@@ -13,7 +15,7 @@ import openai
 import pydantic
 import pytest
 
-from engine import EngineConfig, LocalEngine, TokenDelta
+from engine import EngineConfig, LocalEngine, TokenDelta, builtin
 from server.app import build_app
 from server.grammar.schemas import MAX_DEPTH, find_problem
 from server.settings import Settings
@@ -213,6 +215,22 @@ async def test_an_answer_that_is_not_json_after_all_is_no_success(folder, path, 
     assert "invalid_answer" not in cut.text and '"length"' in cut.text
 
 
+async def test_a_folder_without_tokenizer_json_has_structured_output(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = shutil.copytree(builtin.path(), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    vocab = [{"rank": byte, "token_bytes": base64.b64encode(bytes((byte,))).decode()} for byte in range(256)]
+    config = {"pattern": r"\S+|\s+", "default_vocab_size": 266, "default_num_special_tokens": 10}
+    (folder / "tekken.json").write_text(json.dumps({"config": config, "vocab": vocab}))
+
+    async def use(client):
+        asked = {"prompt": "the sea", "structured_outputs": {"json": POINT}, "temperature": 1.5, "max_tokens": 60}
+        answer = await client.post(COMPLETIONS, json=asked)
+        assert answer.status_code == 200, answer.text
+        jsonschema.validate(json.loads(answer.json()["choices"][0]["text"]), POINT)
+
+    await serve(use, str(folder))
+
+
 async def test_a_model_whose_tokens_are_not_bytes_refuses(tmp_path):
     from tests.toys import word_pieces
 
@@ -225,8 +243,8 @@ async def test_a_model_whose_tokens_are_not_bytes_refuses(tmp_path):
 # --- with a model
 
 
-async def serve(use):
-    app = build_app(Settings(model="builtin"), LocalEngine(EngineConfig(model="builtin", num_blocks=512)))
+async def serve(use, model="builtin"):
+    app = build_app(Settings(model=model), LocalEngine(EngineConfig(model=model, num_blocks=512)))
     async with app.router.lifespan_context(app):
         await app.state.pequod.ready()
         transport = httpx.ASGITransport(app)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters
+from server.parsers.formats import IN_MESSAGES, REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters
 from tests.fakes import TEMPLATE, model_folder, serving
 from tests.server.api.test_tools import CLOCK, WEATHER
 from tests.server.parsers.test_parsers import write
@@ -19,8 +19,9 @@ WORDS = [
     "<function=weather>\n<parameter=place>\nNantucket\n</parameter>\n</function>", "commentary to=functions.clock ",
     "analysis", "final", "json", "function", "```json\n", "\n```",
 ]  # fmt: skip
-CASES = [Formats(tools, "think") for tools in TOOL_FORMATS if tools != "gpt_oss"] + [Formats("gpt_oss", "gpt_oss")]
-CASES += [Formats("hermes", reasoning) for reasoning in REASONING_FORMATS if reasoning not in ("think", "gpt_oss")]
+CASES = [Formats(tools, "think") for tools in TOOL_FORMATS if tools not in IN_MESSAGES]
+CASES += [Formats("hermes", reasoning) for reasoning in REASONING_FORMATS if reasoning not in ("think", *IN_MESSAGES)]
+CASES += [Formats(shared, shared) for shared in IN_MESSAGES]
 CASES += [Formats(None, "think"), Formats("hermes", None), Formats()]
 
 

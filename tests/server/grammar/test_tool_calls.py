@@ -18,7 +18,7 @@ from engine.grammar.table import Table
 from server.grammar.rules import Lark, TooLong
 from server.grammar.schemas import MAX_WRITTEN, find_problem
 from server.grammar.tool_calls import arguments, call_grammar
-from server.parsers.formats import BLOCKS, REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters
+from server.parsers.formats import BLOCKS, IN_MESSAGES, REASONING_FORMATS, TOOL_FORMATS, Formats, delimiters
 from server.parsers.parts import join
 from server.parsers.select import message_parser
 from tests.server.parsers.test_parsers import WRITTEN_CALLS, read
@@ -129,7 +129,7 @@ def large(data) -> Sampler:
 
 
 def formats_of(tools: str, reasoning: bool = True) -> Formats:
-    return Formats(tools, "gpt_oss" if tools == "gpt_oss" else "think" if reasoning else None)
+    return Formats(tools, tools if tools in IN_MESSAGES else "think" if reasoning else None)
 
 
 def check(text: str, formats: Formats, tools, opened: bool = False) -> int:
@@ -188,10 +188,12 @@ def test_without_required_the_completion_may_be_text_but_no_invalid_call(small, 
     made = call_grammar(formats, TOOLS, required=False, parallel=True, opened=False, special=small.special)
     forced = call_grammar(formats, TOOLS, required=True, parallel=True, opened=False, special=small.special)
     call = next(text for seed in range(50) if (text := small.sample(forced.text, random.Random(seed))) is not None)
-    prose = "<|channel|>final<|message|>The sea." if tools == "gpt_oss" else "The sea."
+    prose = {"gpt_oss": "<|channel|>final<|message|>The sea.", "solar_open": "<|content|>The sea."}.get(
+        tools, "The sea."
+    )
     assert small.allows(made.text, prose) and not small.allows(forced.text, prose)
     assert small.allows(made.text, call)
-    if tools not in ("json", "llama3_json", "gpt_oss"):
+    if tools not in ("json", "llama3_json", *IN_MESSAGES):
         assert small.allows(made.text, f"The sea. {call}") or "<think>" in call
         assert not small.allows(made.text, f"{FIRST[tools]} and then")
 
@@ -201,7 +203,9 @@ FIRST = {
     "mistral": "[TOOL_CALLS]",
     "mistral_v11": "[TOOL_CALLS]",
     "qwen3_coder": "<tool_call>",
+    "glm4": "<|assistant|>",
     "glm45": "<tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|>",
     "seed_oss": "<seed:tool_call>",
     "minimax_m2": "<minimax:tool_call>",
     "nemotron_json": "<TOOLCALL>",
@@ -211,6 +215,21 @@ FIRST = {
     "deepseek_v31": "<\uff5ctool▁calls▁begin\uff5c>",
     "gemma4": "<|tool_call>",
 }
+
+
+def test_text_of_glm4_does_not_begin_like_a_call(small):
+    tools = {"find": {"type": "object", "properties": {"deep": {"type": "boolean"}}}, "ring": {}}
+    options = {"parallel": True, "opened": False, "special": small.special}
+    free = call_grammar(Formats("glm4"), tools, required=False, **options).text
+    for text in ("find", "\nfind is\n{}", "So:\nfind\n{}", 'find\n{"deep": true}', "So.<|assistant|>ring\n{}"):
+        assert small.allows(free, text), text
+    for text in ("find\n{", "find\nit", "\nfind \n{}", "find\n{} so", "So.<|assistant|>so"):
+        assert not small.allows(free, text), text
+    several = 'find\n{"deep": true}<|assistant|>ring\n{}'
+    forced = call_grammar(Formats("glm4"), tools, required=True, **options).text
+    single = call_grammar(Formats("glm4"), tools, required=True, **{**options, "parallel": False}).text
+    assert small.allows(forced, several) and not small.allows(single, several)
+    assert not small.allows(forced, "So.")
 
 
 def call_of(tools: str, arguments: dict[str, str], name: str = "f", line: str = "\n") -> str:

@@ -98,6 +98,22 @@ GEMMA4 = (
     '{key:<|"|>{{ t.value }}<|"|>}<tool_call|>{% endfor %}{{ m.content }}<turn|>{% endfor %}{% if tools %}{% endif %}'
     "<|turn>model\n<|channel>thought\n<channel|>"
 )
+KIMI_K2 = (
+    "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}"
+    "{% for m in messages %}<|im_user|>{{ m.role }}<|im_middle|>{{ m.content }}{% for t in m.tool_calls or [] %}"
+    "<|tool_call_begin|>{{ t.id }}<|tool_call_argument_begin|>{{ t.function.arguments | tojson }}<|tool_call_end|>"
+    "{% endfor %}<|im_end|>{% endfor %}"
+)
+GLM4 = (
+    "[gMASK]<sop>{% for t in tools or [] %}## {{ t.function.name }}\n\n{{ t.function | tojson }}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' and m.metadata %}<|assistant|>{{ m.metadata }}\n{{ m.content }}"
+    "{% elif m.role == 'observation' %}<|observation|>\n{{ m.content }}{% endif %}{% endfor %}<|assistant|>"
+)
+SOLAR = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|begin|>{{ m.role }}<|content|>"
+    "{{ m.content }}{% for t in m.tool_calls or [] %}<|tool_call:begin|>{{ t.id }}<|tool_call:name|>{% endfor %}<|end|>"
+    "{% endfor %}<|begin|>assistant{# <|think|><|end|> #}"
+)
 KIMI = "{% for m in messages %}◁think▷{{ m.reasoning_content }}◁/think▷{{ m.content }}{% endfor %}"
 
 
@@ -131,6 +147,12 @@ KIMI = "{% for m in messages %}◁think▷{{ m.reasoning_content }}◁/think▷{
         (ERNIE, Formats("hermes", "ernie45")),
         (COMMAND, Formats(None, "command")),
         (KIMI, Formats(None, "kimi")),
+        (KIMI_K2, Formats("kimi_k2", None)),
+        (KIMI_K2 + "{# <think></think> #}", Formats("kimi_k2", "think")),
+        (KIMI_K2.replace("<|tool_call_begin|>{{ t.id }}", ""), Formats("kimi_k2", None)),
+        (GLM4, Formats("glm4", None)),
+        (GLM4 + "\n<think>\n{# </think> #}", Formats("glm4", "think")),
+        (SOLAR, Formats("solar_open", "solar_open")),
         (GEMMA4, Formats("gemma4", "gemma4")),
         ("{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML, Formats("json", None)),
         ("", Formats(None, None)),
@@ -161,6 +183,7 @@ def test_prompt_can_end_inside_reasoning(reasoning):
         "gpt_oss": "<|channel|>analysis<|message|>",
         "command": "<|START_THINKING|>",
         "gemma4": "<|channel>thought",
+        "solar_open": "<|think|>",
     }.get(reasoning, closes.replace("/", ""))
     assert reasoning_opened(formats, f"assistant\n{opens}\n")
     assert reasoning_opened(formats, opens)
@@ -169,6 +192,12 @@ def test_prompt_can_end_inside_reasoning(reasoning):
     assert not reasoning_closed(formats, f"{opens}\n\n{closes}\n\nso") and not reasoning_closed(formats, opens)
     assert not reasoning_opened(formats, f"{opens} is how it begins")
     assert not reasoning_opened(Formats(None, None), opens) and not reasoning_closed(Formats(None, None), closes)
+
+
+def test_a_prompt_of_solar_open_can_have_an_empty_message_of_reasoning():
+    formats = Formats("solar_open", "solar_open")
+    assert reasoning_closed(formats, "<|end|><|begin|>assistant<|think|><|end|><|begin|>assistant")
+    assert not reasoning_closed(formats, "<|begin|>user<|content|>Is it?<|end|><|begin|>assistant")
 
 
 def test_models_that_do_not_reason_have_no_closing_delimiter():

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server.parsers import select
-from server.parsers.formats import ANSWERS, BLOCKS, CALL_DELIMITERS, TOOL_FORMATS, Formats, delimiters
+from server.parsers.formats import ANSWERS, BLOCKS, CALL_DELIMITERS, IN_MESSAGES, TOOL_FORMATS, Formats, delimiters
 from server.parsers.parts import Arguments, Call, Content, Message, Plain, Reasoning, join
 from server.parsers.select import message_parser
 
@@ -39,9 +39,9 @@ TOOLS: dict[str, dict[str, Any]] = {
     "ring-bell.now": {"type": "object", "properties": {}},
 }
 FORMATS = [
-    *(Formats(tools, "think") for tools in TOOL_FORMATS if tools != "gpt_oss"),
-    *(Formats("hermes", reasoning) for reasoning in BLOCKS if reasoning != "gpt_oss"),
-    Formats("gpt_oss", "gpt_oss"),
+    *(Formats(tools, "think") for tools in TOOL_FORMATS if tools not in IN_MESSAGES),
+    *(Formats("hermes", reasoning) for reasoning in BLOCKS if reasoning not in IN_MESSAGES),
+    *(Formats(shared, shared) for shared in IN_MESSAGES),
 ]
 EACH = pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 
@@ -75,6 +75,8 @@ def split(text: str, cuts: list[int]) -> list[str]:
 def write(formats: Formats, reasoning: str, content: str, made: list[tuple[str, dict[str, Any]]]) -> str:
     if formats.tools == "gpt_oss":
         return write_harmony(reasoning, content, made)
+    if formats.tools == "solar_open":
+        return write_solar(reasoning, content, made)
     opens, closes = BLOCKS[formats.reasoning]
     thought = f"{opens}\n{reasoning}\n{closes}\n\n" if reasoning else ""
     return thought + content + WRITTEN_CALLS[formats.tools](content, made)
@@ -173,6 +175,35 @@ def write_harmony(reasoning, content, made):
     return "<|start|>assistant".join(messages)
 
 
+def write_solar(reasoning, content, made):
+    messages = [f"<|think|>{reasoning}"] if reasoning else []
+    if content:
+        messages.append(f"<|content|>{content}")
+    each = [
+        f"<|tool_call:begin|>a1b2c3d4e{index}<|tool_call:name|>{name}<|tool_call:args|>"
+        f"{json.dumps(arguments, ensure_ascii=False)}<|tool_call:end|>"
+        for index, (name, arguments) in enumerate(made)
+    ]
+    if made:
+        messages.append(f"<|tool_calls|>{''.join(each)}")
+    return "<|end|><|begin|>assistant".join(messages)
+
+
+def write_kimi(content, made):
+    each = "".join(
+        f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{json.dumps(arguments)}"
+        "<|tool_call_end|>"
+        for index, (name, arguments) in enumerate(made)
+    )
+    return f"<|tool_calls_section_begin|>{each}<|tool_calls_section_end|>" if made else ""
+
+
+def write_glm4(content, made):
+    between = "<|assistant|>"
+    each = between.join(f"{name}\n{json.dumps(arguments, ensure_ascii=False)}" for name, arguments in made)
+    return between + each if content and made else each
+
+
 def write_gemma(content, made):
     def value(x):
         if isinstance(x, str):
@@ -193,7 +224,9 @@ WRITTEN_CALLS = {
     "mistral": write_mistral,
     "mistral_v11": write_mistral_v11,
     "qwen3_coder": write_coder,
+    "glm4": write_glm4,
     "glm45": write_glm,
+    "kimi_k2": write_kimi,
     "seed_oss": write_seed,
     "minimax_m2": write_minimax,
     "nemotron_json": write_list("<TOOLCALL>", "</TOOLCALL>"),
@@ -269,6 +302,13 @@ def values(formats: Formats):
     )
 
 
+def looks_like_call(formats: Formats, text: str) -> bool:
+    """Return whether content begins as a call does that has no delimiter."""
+    if formats.tools == "glm4":
+        return text.startswith("find_ship")
+    return formats.tools in ("json", "llama3_json") and text[:1] in ("{", "[")
+
+
 @EACH
 def test_message_is_recovered_however_it_is_split(formats):
     prose = AWKWARD.filter(without({*delimiters(formats), "<function=", "</function>", "<invoke name=", "</invoke>"}))
@@ -278,7 +318,7 @@ def test_message_is_recovered_however_it_is_split(formats):
     @given(
         prose,
         # A bare object at the beginning looks like a call.
-        prose.filter(lambda text: formats.tools not in ("json", "llama3_json") or text[:1] not in ("{", "[")),
+        prose.filter(lambda text: not looks_like_call(formats, text)),
         st.lists(st.tuples(st.just("find_ship"), values(formats)) | st.just(("ring-bell.now", {})), max_size=3),
         CUTS,
     )
@@ -300,7 +340,7 @@ def test_garbage_is_parsed_alike_however_it_is_split(formats, opened):
     def check(text, cuts):
         got = join(parts(formats, split(text, cuts), opened=opened))
         assert got == read(formats, text, opened=opened) == read(formats, *text, opened=opened)
-        if not got.calls and formats.tools != "gpt_oss":
+        if not got.calls and formats.tools not in (*IN_MESSAGES, "glm4"):
             opens, closes = BLOCKS[formats.reasoning]
             kept = text
             if got.reasoning or opened:
@@ -318,7 +358,7 @@ def test_without_tools_the_delimiters_of_calls_are_text(formats):
     text = write(formats, "", "", [("find_ship", {"name": "Pequod"})])
     got = read(formats, text, tools={})
     assert not got.calls
-    assert "Pequod" in got.content and (got.content == text or formats.tools == "gpt_oss")
+    assert "Pequod" in got.content and (got.content == text or formats.tools in IN_MESSAGES)
 
 
 @EACH
@@ -418,7 +458,7 @@ def test_plain_text_is_emitted_at_once(formats):
     assert reader.finish() == []
 
 
-@pytest.mark.parametrize("reasoning", [name for name in BLOCKS if name != "gpt_oss"])
+@pytest.mark.parametrize("reasoning", [name for name in BLOCKS if name not in IN_MESSAGES])
 def test_reasoning_is_separated_from_content(reasoning):
     opens, closes = BLOCKS[reasoning]
     formats = Formats(None, reasoning)
@@ -1102,3 +1142,71 @@ def test_adjacent_parts_of_one_kind_are_merged():
     got = parts(Formats("hermes", "think"), [f"<think>hm</think>so it is{write_hermes('', ONE)}"])
     assert got[:2] == [Reasoning("hm"), Content("so it is")]
     assert got[2:] == [Call(0, "call_0", "find_ship"), Arguments(0, '{"masts": 3}')]
+
+
+KIMI_CALL = "<|tool_calls_section_begin|><|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+
+
+@pytest.mark.parametrize(
+    ("call_id", "name"),
+    [
+        ("functions.find_ship:0", "find_ship"),
+        ("functions.find_ship:12", "find_ship"),
+        ("find_ship:0", "find_ship"),
+        ("functions.find_ship", "find_ship"),
+        (" find_ship \n", "find_ship"),
+        ("functions.ring-bell.now:3", "ring-bell.now"),
+        ("functions.a:1", "functions.a:1"),
+        ("functions.functions.a:1:0", "functions.a:1"),
+    ],
+)
+def test_an_id_of_kimi_names_the_function(call_id, name):
+    message = read(Formats("kimi_k2"), KIMI_CALL.format(call_id), tools={**TOOLS, "functions.a:1": {}})
+    assert (calls(message), message.content) == ([(name, {})], "")
+
+
+def test_kimi_may_call_before_it_has_closed_its_reasoning():
+    formats = Formats("kimi_k2", "think")
+    text = f"<think>I look for it.{KIMI_CALL.format('functions.find_ship:0')}<|tool_calls_section_end|>"
+    for got in (read(formats, text), read(formats, *text)):
+        assert (got.reasoning, got.content, calls(got)) == ("I look for it.", "", [("find_ship", {})])
+    mentioned = "<think>It begins with <|tool_calls_section_begin|>, I think.</think>So."
+    got = read(formats, mentioned)
+    assert (got.reasoning, got.content) == ("It begins with <|tool_calls_section_begin|>, I think.", "So.")
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "made"),
+    [
+        ('find_ship\n{"masts": 3}', "", [("find_ship", {"masts": 3})]),
+        ("\nfind_ship \n{}", "", [("find_ship", {})]),
+        ("find_ship\n{}\nring-bell.now\n{}", "", [("find_ship", {}), ("ring-bell.now", {})]),
+        ("\nI ring.<|assistant|>ring-bell.now\n{}", "\nI ring.", [("ring-bell.now", {})]),
+        ("\nSo.<|assistant|>\nI ring.", "\nSo.\nI ring.", []),
+        ("find_ship looks for ships:\n{}", "find_ship looks for ships:\n{}", []),
+        ("So:\nfind_ship\n{}", "So:\nfind_ship\n{}", []),
+        ("find_ship", "find_ship", []),
+    ],
+)
+def test_a_call_of_glm4_is_a_message_of_its_own(text, content, made):
+    for got in (read(Formats("glm4"), text), read(Formats("glm4"), *text)):
+        assert (got.content, calls(got)) == (content, made)
+
+
+def test_what_cannot_become_a_call_of_glm4_is_content_when_it_is_cut_off():
+    for text, content in (("find_sh", ""), ("find_ship\n", ""), ("finds", "finds"), ("find_ship\nhm", "find_ship\nhm")):
+        reader = parser(Formats("glm4"))
+        assert join(reader.feed(text) + reader.finish(cut_before="")).content == content
+
+
+def test_messages_of_solar_open_follow_each_other():
+    formats = Formats("solar_open", "solar_open")
+    text = (
+        "<|think|>hm<|end|><|begin|>assistant<|content|>I look.<|end|><|begin|>assistant<|tool_calls|>"
+        '<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>find_ship<|tool_call:args|>{"name": "<|end|>"}<|tool_call:end|>'
+        "<|tool_call:begin|>a1b2c3d4e6<|tool_call:name|>ring-bell.now<|tool_call:args|>{}<|tool_call:end|><|calls|>"
+    )
+    for got in (read(formats, text), read(formats, *text)):
+        assert (got.reasoning, got.content) == ("hm", "I look.")
+        assert calls(got) == [("find_ship", {"name": "<|end|>"}), ("ring-bell.now", {})]
+    assert read(formats, "<|content|>So.<|flush|>") == Message("So.", "", ())

@@ -160,3 +160,85 @@ def test_a_description_is_added_where_the_template_needs_one() -> None:
     assert render("{{ tools | tojson }}", HELLO, TOOLS) == (
         '[{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]'
     )
+
+
+# As in Kimi K2, without what it writes around messages.
+KIMI = """
+{%- for message in messages %}
+    {%- for tool_call in message.tool_calls or [] %}
+        {{- "<|tool_call_begin|>" + tool_call['id'] + "<|tool_call_argument_begin|>" }}
+        {{- tool_call['function']['arguments'] | tojson }}
+    {%- endfor %}
+    {%- if message.role == "tool" %}
+        {{- "## Return of " + message.tool_call_id + "\\n" + message.content + ";" }}
+    {%- endif %}
+{%- endfor %}
+"""
+# As in GLM-4-0414.
+GLM4 = """
+{%- for message in messages %}
+    {%- set meta = message.get("metadata", "") %}
+    {%- if message.role == "user" %}
+        {{- "<|user|>\\n" + message.content }}
+    {%- elif message.role == "assistant" and not meta %}
+        {{- "<|assistant|>\\n" + message.content }}
+    {%- elif message.role == "assistant" and meta %}
+        {{- "<|assistant|>" + meta + "\\n" + message.content }}
+    {%- elif message.role == "observation" %}
+        {{- "<|observation|>\\n" + message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if tools %}{% endif %}
+"""
+
+
+def called(name: str, call_id: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(call_id: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def test_ids_of_kimi_name_the_function_and_count_the_calls():
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [called("find", "x", "{}"), called("ring", "y", "{}")]},
+        result("y", "rung"),
+        result("x", "found"),
+        {"role": "assistant", "content": "", "tool_calls": [called("find", "x", '{"deep": true}')]},
+        result("x", "found again"),
+        result("unknown", "lost"),
+    ]
+    between = "<|tool_call_argument_begin|>"
+    assert ChatTemplates({"default": KIMI + "{% if tools %}{% endif %}"}, {}).render(turns) == (
+        f"<|tool_call_begin|>functions.find:0{between}{{}}<|tool_call_begin|>functions.ring:1{between}{{}}"
+        "## Return of functions.ring:1\nrung;## Return of functions.find:0\nfound;"
+        f'<|tool_call_begin|>functions.find:2{between}{{"deep": true}}## Return of functions.find:2\nfound again;'
+        "## Return of unknown\nlost;"
+    )
+
+
+def test_glm4_gets_calls_as_messages_with_metadata_and_results_as_observations():
+    turns = [
+        *HELLO,
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [called("find", "x", '{"deep": true, "at": "\u00e9"}'), called("ring", "y", "{")],
+        },
+        result("y", "rung"),
+        result("x", "found"),
+        {"role": "assistant", "content": "Done."},
+    ]
+    assert ChatTemplates({"default": GLM4}, {}).render(turns) == (
+        "<|user|>\nhello<|assistant|>\nI look."
+        '<|assistant|>find\n{"deep": true, "at": "\u00e9"}<|observation|>\nfound'
+        "<|assistant|>ring\n{<|observation|>\nrung<|assistant|>\nDone."
+    )
+
+
+def test_reasoning_is_in_the_field_that_solar_open_reads():
+    template = "{% for m in messages %}{{ m.reasoning }}|{{ m.content }}{% endfor %}"
+    turn = {"role": "assistant", "content": "So.", "reasoning_content": "hm"}
+    assert ChatTemplates({"default": template}, {}).render([turn]) == "hm|So."

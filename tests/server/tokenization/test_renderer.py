@@ -14,7 +14,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.tokenization.renderer import FAILED, MAX_BYTES, TOO_LARGE, TOO_LONG, TOO_SLOW, Renderer, TemplateError
+from server.tokenization.renderer import (
+    FAILED,
+    MAX_BYTES,
+    TOO_LARGE,
+    TOO_LONG,
+    TOO_SLOW,
+    PromptTooLong,
+    Renderer,
+    TemplateError,
+)
 from tests.fakes import model_folder, serving
 from tests.live import alive, eventually
 
@@ -142,6 +151,18 @@ def test_a_hostile_template_ends_within_its_bounds(name: str, results: dict[str,
 
 def render(renderer: Renderer, content: str) -> str:
     return renderer.render([{"role": "user", "content": content}])
+
+
+def test_a_prompt_that_is_too_long_has_an_error_of_its_own() -> None:
+    renderer = Renderer(
+        {"default": f"{{{{ raise_exception({TOO_LONG!r}) if messages[0].content == '-' else 'ab' }}}}"}, {}
+    )
+    with pytest.raises(PromptTooLong):
+        renderer.render([{"role": "user", "content": "x"}], limit=1)
+    with pytest.raises(TemplateError) as error:
+        render(renderer, "-")
+    assert type(error.value) is TemplateError, "a template may write the same sentence"
+    renderer.close()
 
 
 def refused(renderer: Renderer, content: str) -> str:

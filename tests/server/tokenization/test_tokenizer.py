@@ -237,10 +237,13 @@ def test_read_only_home_converts_in_a_temporary_folder(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # not a folder: nothing can be made in it
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "old").mkdir()
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
         shutil.copy(data / "tokenizers" / "gpt2" / name, tmp_path / "old")
     assert Tokenizer(tmp_path / "old").encode("Hello") == [15496]
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("converted a second time"))
+    assert Tokenizer(tmp_path / "old").encode("Hello") == [15496], "the engine finds it there"
 
 
 @pytest.mark.parametrize(

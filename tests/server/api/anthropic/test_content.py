@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from msgspec.structs import replace
 
-from server.api.anthropic.content import turns
+from server.api.anthropic.content import Definitions, turns
 from server.api.anthropic.request import CountTokensRequest, MessagesRequest
 from tests.fakes import INFO, FakeEngine
 from tests.server.api.anthropic.wire import ASKED, CALL, COUNT, FOUND, LARGE, LOOK, MESSAGES, QUESTION, answer, prompt
@@ -167,6 +168,18 @@ async def test_references_to_a_long_definition_are_bounded(folder, path):
     assert "tool_reference" in error["message"]
 
 
+async def test_references_are_bounded_by_the_context(folder):
+    """Before the template renders them."""
+    long, found = {**LOOK, "description": "y" * 1000}, {"type": "tool_reference", "tool_name": "look"}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [found] * 400}
+    asked = {"tools": [long], "messages": [{"role": "user", "content": [result]}], "max_tokens": 4}
+    for max_len, message in ((2048, "tool_reference, have more than the"), (1 << 20, "")):
+        engine = FakeEngine(saying("a"), info=replace(INFO, max_len=max_len))
+        response = await ask(folder, MESSAGES, asked, engine)
+        assert response.status_code == (400 if message else 200), response.text
+        assert message in response.text
+
+
 def test_a_definition_is_written_once_for_all_its_references():
     long, found = {"name": "look", "description": "y" * 1000}, {"type": "tool_reference", "tool_name": "look"}
     results = [
@@ -174,7 +187,9 @@ def test_a_definition_is_written_once_for_all_its_references():
         for number in range(3)
     ]
     asked = CountTokensRequest.model_validate({"messages": [{"role": "user", "content": results}], "tools": [LOOK]})
-    made = [part["text"] for turn in turns(None, asked.messages, {"look": long}) for part in turn["content"]]
+    made = [
+        part["text"] for turn in turns(None, asked.messages, Definitions({"look": long})) for part in turn["content"]
+    ]
     assert made == [json.dumps(long)] * 6 + [f"Error: {json.dumps(long)}"] + [json.dumps(long)] * 2
     assert len({id(text) for text in made}) == 2
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from server.api.tokenize import routes
 from server.tokenization import encoder
 from tests.fakes import FakeEngine, model_folder
 from tests.server.wire import LIBRARY, QUESTION, ask, ids
@@ -34,6 +35,14 @@ async def test_special_tokens_around_a_text_can_be_left_out(tmp_path):
 @pytest.mark.parametrize("text", ["the sea", "🐳 äöü\n", "<|user|>a<|end|>", ""])
 async def test_ids_become_the_text_that_they_came_from(folder, text):
     assert (await ask(folder, "/detokenize", {"tokens": ids(text)})).json() == {"prompt": text}
+
+
+async def test_ids_with_more_text_than_a_body_may_have_are_refused(folder, monkeypatch):
+    monkeypatch.setattr(routes, "MAX_CHARACTERS", 20)
+    assert (await ask(folder, "/detokenize", {"tokens": ids("x" * 20)})).status_code == 200
+    answer = await ask(folder, "/detokenize", {"tokens": ids("x" * 21)})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "tokens", "context_length_exceeded")
 
 
 async def test_the_template_can_be_seen(folder):

@@ -1,4 +1,4 @@
-"""`python -m server.tokenization.convert SOURCE TARGET`: converts older tokenizer files to tokenizer.json.
+"""`python -m engine.tokenizer_files.convert SOURCE TARGET`: converts other tokenizer files to tokenizer.json.
 
 A process of its own, because transformers, which reads most of the older formats, takes time and memory to import.
 """
@@ -11,9 +11,10 @@ import resource
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from . import tiktoken_model
+from . import tekken, tiktoken_model
 
 MAX_BYTES = 8 << 30  # of address space: the largest vocabularies need 1 GiB, and libraries reserve more
 
@@ -22,13 +23,13 @@ def main(source: Path, target: Path) -> None:
     """Convert the tokenizer of the folder `source` into the new folder `target`, or exit with a one-line reason."""
     with contextlib.suppress(ValueError, OSError):  # the limit is lower already, or the system is macOS
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    is_tiktoken = (source / tiktoken_model.FILE).is_file()
+    convert = converter_for(source)
     needed = [name for name in ("sentencepiece", "google.protobuf") if not _has(name)]
-    if needed and not is_tiktoken and any(source.glob("*.model")):
+    if needed and convert is _by_transformers and any(source.glob("*.model")):
         sys.exit("a sentencepiece model needs two more packages: pip install sentencepiece protobuf")
     folder = Path(tempfile.mkdtemp(prefix=target.name, dir=target.parent))
     try:
-        (tiktoken_model.convert if is_tiktoken else _by_transformers)(source, folder)
+        convert(source, folder)
         folder.rename(target)  # readers see the complete folder or none
     except Exception as error:
         if not target.is_dir():  # otherwise another process has converted it
@@ -39,6 +40,14 @@ def main(source: Path, target: Path) -> None:
             )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def converter_for(source: Path) -> Callable[[Path, Path], None]:
+    """Return the function that converts the files of a folder."""
+    for module in (tiktoken_model, tekken):
+        if (source / module.FILE).is_file():
+            return module.convert
+    return _by_transformers
 
 
 def _by_transformers(source: Path, target: Path) -> None:

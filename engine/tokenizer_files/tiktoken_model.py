@@ -6,32 +6,24 @@ what known code does is written here.
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-
-from engine import LIST_BYTES, ModelError, pre_tokenizer_patterns, read_file, read_json
-
-from .tokenizer import byte_of_character
+from ..files import LIST_BYTES, read_file, read_json
+from ..gguf.tokenizer import PATTERNS
+from ..types import ModelError
+from .byte_level import MAX_TOKENS, added_token, check_bytes, decoded, tokenizer_json
 
 FILE = "tiktoken.model"
 MAX_BYTES = 64 << 20  # that of Kimi K2, with 163,584 tokens, has 2.8 MB
-MAX_TOKENS = 1 << 20
-MAX_TOKEN = 1024  # bytes; the longest published tokens are runs of 128 spaces
 # The code of Moonlight's tokenizer, and that of Kimi K2: their patterns are the same.
 KIMI_CODE = ("tokenization_moonshot.TikTokenTokenizer", "tokenization_kimi.TikTokenTokenizer")
 # What this code does: 256 ids after those of the file are tokens, whether tokenizer_config.json names them or not.
 RESERVED = 256
 DEFAULTS = {"bos_token": "[BOS]", "eos_token": "[EOS]"}
 FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
-
-Ranks = Mapping[bytes, int]
 
 
 def convert(source: Path, target: Path) -> None:
@@ -45,21 +37,10 @@ def convert(source: Path, target: Path) -> None:
             f"{named}; supported are {' and '.join(KIMI_CODE)}"
         )
     ranks = _ranks(read_file(source / FILE, MAX_BYTES) or b"")
-    characters = {byte: character for character, byte in byte_of_character().items()}
-    text = {token: token.decode("latin-1").translate(characters) for token in ranks}
-    merges = [(text[left], text[right]) for left, right in _merges(ranks)]
-    vocabulary = {text[token]: rank for token, rank in ranks.items()}
-    library = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    splits = [pre_tokenizers.Split(tokenizers.Regex(each), "isolated") for each in pre_tokenizer_patterns["kimi-k2"]]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-    library.decoder = decoders.ByteLevel()
     added = _added(config, len(ranks))
-    library.add_tokens(added)
-    if any(library.token_to_id(token.content) != len(ranks) + index for index, token in enumerate(added)):
-        raise ModelError("tokenizer_config.json gives several ids to one token, or gives an id to a token of the file")
-    library.save(str(target / "tokenizer.json"))
-    contents = {token.content for token in added}
+    made = tokenizer_json(ranks, PATTERNS["kimi-k2"], added)
+    (target / "tokenizer.json").write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
+    contents = {token["content"] for token in added}
     defaults = {name: token for name, token in DEFAULTS.items() if token in contents}
     (target / "tokenizer_config.json").write_text(json.dumps(defaults))
 
@@ -86,46 +67,21 @@ def _ranks(data: bytes) -> dict[bytes, int]:
         parts = line.split()
         if not parts:
             continue
-        try:
-            encoded, rank = parts
-            token = base64.b64decode(encoded, validate=True)
-            if not rank.isdigit() or len(rank) > len(str(MAX_TOKENS)):
-                raise ValueError
-        except ValueError:
-            raise ModelError(f"line {number} of {FILE} is not a token in base64 and its rank") from None
-        if not 0 < len(token) <= MAX_TOKEN:
-            raise ModelError(f"line {number} of {FILE} has a token of {len(token)} bytes, not 1 to {MAX_TOKEN}")
+        where = f"line {number} of {FILE}"
+        if len(parts) != 2 or not parts[1].isdigit() or len(parts[1]) > len(str(MAX_TOKENS)):
+            raise ModelError(f"{where} is not a token in base64 and its rank")
+        token = decoded(parts[0], where)
         if token in ranks:
-            raise ModelError(f"line {number} of {FILE} repeats a token")
-        ranks[token] = int(rank)
+            raise ModelError(f"{where} repeats a token")
+        ranks[token] = int(parts[1])
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ModelError(f"the ranks in {FILE} are not the numbers from 0 on, each of them once")
-    missing = [byte for byte in range(256) if bytes((byte,)) not in ranks]
-    if missing:
-        raise ModelError(f"{FILE} has no token for the byte 0x{missing[0]:02X}")
+    check_bytes(ranks, FILE)
     return ranks
 
 
-def _merges(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
-    """Return the two parts of each token, by rank.
-
-    BPE always joins the neighbors with the smallest rank, whatever stands around them, so the last two parts of a
-    token are the same in every text. A token that they do not lead to is found only as a whole word.
-    """
-    for token in sorted(ranks, key=ranks.__getitem__):
-        parts = [token[index : index + 1] for index in range(len(token))]
-        while len(parts) > 2:
-            joined = [ranks.get(left + right, MAX_TOKENS) for left, right in pairwise(parts)]
-            best = min(range(len(joined)), key=joined.__getitem__)
-            if joined[best] == MAX_TOKENS:
-                break
-            parts[best : best + 2] = [parts[best] + parts[best + 1]]
-        if len(parts) == 2:
-            yield parts[0], parts[1]
-
-
-def _added(config: Mapping[str, Any], start: int) -> list[tokenizers.AddedToken]:
-    """Return the tokens with the ids from `start` on."""
+def _added(config: Mapping[str, Any], start: int) -> list[dict[str, Any]]:
+    """Return the entries of the tokens with the ids from `start` on."""
     listed = config.get("added_tokens_decoder")
     listed = listed if isinstance(listed, dict) else {}
     tokens = []
@@ -134,5 +90,5 @@ def _added(config: Mapping[str, Any], start: int) -> list[tokenizers.AddedToken]
         entry = entry if isinstance(entry, dict) and isinstance(entry.get("content"), str) else {}
         content = entry.get("content") or f"<|reserved_token_{index}|>"
         flags = {flag: entry[flag] for flag in FLAGS if isinstance(entry.get(flag), bool)}
-        tokens.append(tokenizers.AddedToken(content, **{"normalized": False, **flags}))
+        tokens.append(added_token(index, content, **flags))
     return tokens

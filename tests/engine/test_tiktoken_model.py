@@ -14,7 +14,8 @@ import pytest
 import regex
 
 from engine import ModelError
-from server.tokenization.tiktoken_model import DEFAULTS, MAX_TOKEN, convert
+from engine.tokenizer_files.byte_level import MAX_TOKEN
+from engine.tokenizer_files.tiktoken_model import DEFAULTS, convert
 from server.tokenization.tokenizer import Tokenizer, byte_of_character
 
 Folder = Callable[..., Path]
@@ -105,6 +106,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    """Write a model folder: folder(tokenizer_config={...}, other_file=text)."""
+
+    def write(**files: Any) -> Path:
+        for name, content in files.items():
+            path = tmp_path / (name if "." in name else f"{name}.json")
+            path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        return tmp_path
+
+    return write
+
+
 def test_a_folder_with_tiktoken_model_has_the_ids_of_tiktoken(folder: Folder) -> None:
     ranks = trained(TEXTS, 120)
     ranks[b" Ishmael"] = len(ranks)  # no merges lead to it: it is found only as a whole word
@@ -191,7 +205,7 @@ BYTES = {bytes((byte,)): byte for byte in range(256)}
         (lines(BYTES), {"auto_map": {"AutoTokenizer": [{}]}}, "has no auto_map for AutoTokenizer"),
         ("", {}, "no token for the byte 0x00"),
         (lines({token: rank for token, rank in BYTES.items() if rank != 255}), {}, "no token for the byte 0xFF"),
-        ("!" + lines(BYTES), {}, "line 1 of tiktoken.model is not a token in base64 and its rank"),
+        ("!" + lines(BYTES), {}, "line 1 of tiktoken.model is not a token in base64"),
         (lines(BYTES) + "QUI=", {}, "line 257 of tiktoken.model is not"),
         (lines(BYTES) + "QUI= -1", {}, "line 257 of tiktoken.model is not"),
         (lines(BYTES) + "QUI= 25_6", {}, "line 257 of tiktoken.model is not"),
@@ -204,9 +218,9 @@ BYTES = {bytes((byte,)): byte for byte in range(256)}
         (
             lines(BYTES),
             {"added_tokens_decoder": {"256": {"content": "x y"}, "257": {"content": "x y"}}},
-            "several ids to one token",
+            "an added token has several ids",
         ),
-        (lines(BYTES), {"added_tokens_decoder": {"256": {"content": "A"}}}, "an id to a token of the file"),
+        (lines(BYTES), {"added_tokens_decoder": {"256": {"content": "A"}}}, "or is a token of the vocabulary, too"),
     ],
 )
 def test_a_broken_or_unknown_model_gets_a_sentence(
