@@ -24,7 +24,8 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 GGUF_TYPE = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")  # such as Q4_K_M
-NO_MODEL = re.compile(r"mmproj|.*-(?!00001)\d{5}-of-\d{5}\.gguf")  # an image encoder, and all parts but the first
+# An image encoder, statistics of activations, and all parts but the first
+NO_MODEL = re.compile(r".*mmproj|.*imatrix(_unsloth)?\.gguf|.*-(?!00001)\d{5}-of-\d{5}\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +54,46 @@ def fetch(model: str, revision: str | None = None, *, weights: bool, local_files
         if file is None:
             raise ModelError(f"{model} is not on this machine; run `pequod pull {model}`")
         return Folder(gguf.folder_of(file), sampling=packaged.PACKAGES[model].sampling)
-    path = Path(os.path.expanduser(model))  # Path.expanduser raises for an unknown user
-    if path.is_dir():
-        return Folder(path if (path / "config.json").exists() else _converted(path, list(path.glob("*.gguf"))))
-    if path.suffix == ".gguf" and path.is_file():
-        return Folder(gguf.folder_of(path))
-    if path.exists():
-        raise ModelError(f"{model} is a file; give a GGUF file, or the folder that holds config.json and the weights")
+    try:
+        if (found := _local(model)) is not None:
+            return found
+    except OSError as error:
+        raise ModelError(f"{model} cannot be read: {error.strerror}") from None
     name, _, kind = model.partition(":")
     if not HUB_ID.fullmatch(name) or (kind and not GGUF_TYPE.fullmatch(kind)):
         raise ModelError(f"there is no folder {model}, and it is not the name of a model on a hub either")
+    if not kind and name.lower().endswith("-gguf"):
+        raise ModelError(f"{model} has GGUF files of several types: name one of them, such as {model}:Q4_K_M")
     if not kind:
         patterns = SMALL_FILES + (WEIGHTS if weights else [])
         return _download(model, revision, patterns, COPIES, local_files_only=local_files_only)
-    patterns = [f"*{each}*.gguf" for each in (kind, kind.lower(), kind.upper())]
-    found = _download(name, revision, patterns, local_files_only=local_files_only)
+    patterns = [pattern for each in {kind, kind.lower(), kind.upper()} for pattern in _named(each)]
+    found = _download(name, revision, patterns, ["*mmproj*"], local_files_only=local_files_only)
     typed = re.compile(rf"(.*[-._/])?{re.escape(kind)}([-.].*)?\.gguf", re.IGNORECASE)
     files = [file for file in found.path.rglob("*.gguf") if typed.fullmatch(file.name)]
     if not files:
         raise ModelError(f"{name} has no GGUF file of the type {kind}")
     return replace(found, path=_converted(found.path, files))
+
+
+def _local(model: str) -> Folder | None:
+    """Return the folder of a model that is a folder or a file here; None: it is neither. Raises ModelError and
+    OSError."""
+    path = Path(os.path.expanduser(model))  # Path.expanduser raises for an unknown user
+    if path.is_dir():
+        if (path / "config.json").exists():
+            return Folder(path)
+        return Folder(_converted(path, [path / name for name in os.listdir(path) if name.endswith(".gguf")]))
+    if path.suffix == ".gguf" and path.is_file():
+        return Folder(gguf.folder_of(path))
+    if path.exists():
+        raise ModelError(f"{model} is a file; give a GGUF file, or the folder that holds config.json and the weights")
+    return None
+
+
+def _named(kind: str) -> list[str]:
+    """Return the patterns of the names of GGUF files of a type: F16 must not download those in BF16."""
+    return [f"{start}{kind}{end}" for start in ("", "*[-._/]") for end in (".gguf", "[-.]*.gguf")]
 
 
 def _converted(folder: Path, files: list[Path]) -> Path:

@@ -109,6 +109,12 @@ class GgufCheckpoint(Checkpoint):
                 raise ModelError(f"{entry.file} is cut short: the tensor {name} ends beyond it; download it again")
         self._headers = [(file.name, len(self._mapped[file]), data) for file in files]
 
+    def blocks_type(self, name: str) -> str | None:
+        """Return the type of the blocks that a weight is stored in; None: it is plain, or there is none."""
+        entry = self.entries.get(name)
+        kind = None if entry is None else TYPES[entry.type].name
+        return None if kind in PLAIN else kind
+
     def fill(self, targets: Mapping[str, Tensor], progress: Callable[[int], None]) -> None:
         with torch.inference_mode():
             for name, target in targets.items():

@@ -9,18 +9,19 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ..bounds import MAX_HEADS, MAX_LAYERS, MAX_SIZE
+from ..bounds import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, MAX_SIZE
 from ..grouped_rows import MAX_PIECES, Rows, count_of, grouped_rows
 from ..types import ModelError
 from .architectures import architecture_of
 from .keys import Keys
 from .latent import BY_HEAD, TOGETHER
-from .names import FLAT, LOOKED_UP, NAMES, NEGATIVE_EXPONENTIALS, SINGLE_ROWS, is_norm
+from .names import FLAT, LOOKED_UP, NAMES, NEGATIVE_EXPONENTIALS, SINGLE_ROWS, Architecture, is_norm
 from .reader import PLAIN, TYPES, Model, TensorInfo
 from .scaling import LISTS, scaling_of
 from .state_layers import CONVOLUTIONS
 
 LAYER = re.compile(r"blk\.(\d{1,5})\.(.+)")
+MAX_TENSORS = 8 * MAX_EXPERTS  # of all experts
 UNUSED = re.compile(r"^blk\.(\d{1,5})\.nextn\.")  # of layers that predict further tokens
 
 
@@ -101,6 +102,7 @@ def checkpoint_names(model: Model) -> dict[str, Stored]:
     """Return each tensor by its name in a safetensors checkpoint."""
     architecture, config = architecture_of(Keys(model)), config_of(model)
     head_dim, grouped, named, pieces = config["head_dim"], _grouped(config), {}, 0
+    _check_experts(model.tensors, architecture)
     for name, in_file in model.tensors.items():
         if name in LISTS:
             continue
@@ -170,6 +172,17 @@ def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if name in BY_HEAD and len(shape) == 3:
         return shape[0] * shape[1], shape[2]
     return (1, *shape) if name in SINGLE_ROWS and len(shape) == 1 else shape
+
+
+def _check_experts(tensors: Mapping[str, TensorInfo], architecture: Architecture) -> None:
+    """Raise ModelError for more experts than any model has: each gets tensors of its own."""
+    total = 0
+    for name, tensor in tensors.items():
+        found = LAYER.fullmatch(name)
+        if found is not None and "{}" in architecture.names.get(found[2].rpartition(".")[0], ""):
+            total += tensor.shape[0]
+    if total > MAX_TENSORS:
+        raise ModelError(f"the GGUF file has {total} tensors of experts, more than {MAX_TENSORS}")
 
 
 def _experts(name: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:

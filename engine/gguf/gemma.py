@@ -26,7 +26,7 @@ def gemma(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def gemma2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    windows = [index % 2 == 0 for index in range(config["num_hidden_layers"])]
+    windows = keys.windowed(config["num_hidden_layers"], 2)
     return {
         **_gemma(keys, config),
         **windows_of(keys.number("attention.sliding_window", 4096), windows),
@@ -37,7 +37,7 @@ def gemma2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 def gemma3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     window = keys.number("attention.sliding_window", 0)
-    windows = [window > 0 and index % 6 < 5 for index in range(config["num_hidden_layers"])]
+    windows = [window > 0 and has_window for has_window in keys.windowed(config["num_hidden_layers"], 6)]
     return {
         **_gemma(keys, config),
         **windows_of(window or config["max_position_embeddings"], windows),

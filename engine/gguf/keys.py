@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+from ..bounds import MAX_LAYERS
 from ..types import ModelError
 from .reader import TYPES, Model
 
@@ -68,6 +69,15 @@ class Keys:
         if not isinstance(value, list) or len(value) != count or not all(isinstance(each, bool) for each in value):
             raise ModelError(f"the GGUF file's {self.architecture}.{key} is not a list of {count} flags")
         return value
+
+    def windowed(self, count: int, period: int) -> list[bool]:
+        """Return of each of `count` layers whether it has a sliding window. A file has a list, or a number in place of
+        `period`: every layer has one but each `period`-th. 0: every layer has one."""
+        key = "attention.sliding_window_pattern"
+        if isinstance(self.get(key), list):
+            return self.flags(key, count) or []
+        period = self.whole(key, MAX_LAYERS, period, minimum=0)
+        return [not period or index % period < period - 1 for index in range(count)]
 
     def floats(self, name: str, count: int) -> list[float]:
         """Return the numbers of a tensor."""

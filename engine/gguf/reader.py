@@ -148,8 +148,12 @@ class _Header:
         metadata: dict[str, Any] = {}
         for _ in range(keys):
             key = self._string(MAX_NAME)
+            if key in metadata:
+                raise self._broken(f"two values of {key[:64]}")
             metadata[key] = self._value(self._number("I"))
         infos = [(self._string(MAX_NAME), *self._tensor()) for _ in range(tensors)]
+        if len({name for name, *_ in infos}) < len(infos):
+            raise self._broken("two tensors of one name")
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise self._broken(f"an alignment of {alignment}")

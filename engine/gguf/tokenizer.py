@@ -104,13 +104,18 @@ NORMALIZED = {"qwen2", "qwen35", "deepseek-r1-qwen", "f2llmv2", "command-r"}  # 
 # A word that is a token is not merged.
 BEGUN = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "lfm2", "pixtral", "midm-2.0"}
 WHOLE_WORDS = BEGUN | {"youtu", "minicpm5", "kimi-k2"}
-# Tokens that end an answer though the file may name only one of them as its end.
-END_TOKENS = {
+# Tokens that end a response though the file may name only one of them as its end, as in llama.cpp: those that are
+# control tokens whatever type the file gives them, and those that may be text.
+CONTROL_ENDS = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",
-    "</s>",
 }  # fmt: skip
-# In the messages of gpt-oss another token ends an answer, and the end of a message is not one.
-RETURN, CALL, MESSAGE_END = "<|return|>", "<|call|>", "<|end|>"
+END_TOKENS = CONTROL_ENDS | {
+    "</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "[e~[",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}  # fmt: skip
+# A response of gpt-oss or Solar Open has several messages. Other tokens end it, and the end of a message does not: the
+# token that ends it, and the one that ends it with calls of tools.
+LAST_ENDS, MESSAGE_END = {"<|return|>": "<|call|>", "<|flush|>": "<|calls|>"}, "<|end|>"
 TOOL_RESPONSE = "<|tool_response>"  # ends Gemma 4's tool calls; in files its type is that of text
 LONGEST_MERGED = 256  # characters of a token that merges are sought for; the longest real ones have 128
 # Special tokens of Phi-3 after which whitespace is kept; it belongs to the others, as llama.cpp has it.
@@ -129,6 +134,7 @@ SAMPLING = {
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
 PREFIX = "tokenizer.ggml."
+SENTENCEPIECE_IDS = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # where a file names none
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in sentencepiece's tokens
 
 
@@ -141,14 +147,24 @@ class Vocabulary:
         self.types = self._list("token_type", int, len(self.tokens)) or [NORMAL] * len(self.tokens)
         if not self.tokens:
             raise ModelError("the GGUF file holds no vocabulary: it has no tokenizer.ggml.tokens")
+        self.types = [
+            CONTROL if token in CONTROL_ENDS else kind for token, kind in zip(self.tokens, self.types, strict=True)
+        ]
 
     def get(self, key: str) -> Any:
         return self.metadata.get(PREFIX + key)
 
     def token(self, key: str) -> str | None:
         """Return the token that a key names by its id."""
+        found = self._id(key)
+        return None if found is None else self.tokens[found]
+
+    def _id(self, key: str) -> int | None:
+        """Return the id that a key names, or the one that its tokenizer has without the key."""
         found = self.get(key)
-        return self.tokens[found] if isinstance(found, int) and 0 <= found < len(self.tokens) else None
+        if found is None and self.get("model") == "llama":
+            found = SENTENCEPIECE_IDS.get(key)
+        return found if isinstance(found, int) and 0 <= found < len(self.tokens) else None
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Return file name -> content: tokenizer.json, tokenizer_config.json and generation_config.json."""
@@ -307,13 +323,13 @@ class Vocabulary:
         return config
 
     def _generation(self) -> dict[str, Any]:
-        named = [self.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
-        ends = [found for found in named if isinstance(found, int) and 0 <= found < len(self.tokens)]
-        known = END_TOKENS | ({RETURN, CALL} if RETURN in self.tokens else set())
+        ends = [index for name in ("eos", "eot", "eom") if (index := self._id(f"{name}_token_id")) is not None]
+        last = {token for end, call in LAST_ENDS.items() if end in self.tokens for token in (end, call)}
+        known = END_TOKENS | last
         ends += [index for index, token in enumerate(self.tokens) if token in known and self.types[index] == CONTROL]
         if self.get("model") == "gemma4":
             ends += [index for index, token in enumerate(self.tokens) if token == TOOL_RESPONSE]
-        if RETURN in self.tokens:
+        if last:
             ends = [index for index in ends if self.tokens[index] != MESSAGE_END]
         found = {name: self.metadata[key] for key, name in SAMPLING.items() if key in self.metadata}
         return {"eos_token_id": list(dict.fromkeys(ends)), **found}

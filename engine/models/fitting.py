@@ -52,6 +52,23 @@ def fit(spec: ModelSpec, config: EngineConfig, device: torch.device, checkpoint:
     return replace(spec, dtype=dtype)
 
 
+def with_dequantized(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
+    """Return the spec of a GGUF file with the blocks that stay blocks in memory: where a layer multiplies by several
+    weights at once, such as Q, K and V, and one of them is plain, the others are dequantized."""
+    from ..gguf.checkpoint import GgufCheckpoint
+
+    if not isinstance(checkpoint, GgufCheckpoint) or spec.decoder is None:
+        return spec
+    in_blocks = Counter(spec.in_blocks)
+    for names, rows, columns in spec.decoder.linears(spec.vocab_size):
+        kinds = [checkpoint.blocks_type(name) for name in names]
+        if None in kinds:
+            for kind, count in zip(kinds, rows, strict=True):
+                if kind is not None:
+                    in_blocks[kind] -= count * columns
+    return replace(spec, in_blocks=dict(in_blocks))
+
+
 def _fit_gpu(spec: ModelSpec, device: torch.device, checkpoint: Checkpoint | None) -> ModelSpec:
     """Return the spec of a quantized checkpoint on a GPU: with weights as they are stored, if that works there."""
     from ..quantized.checkpoint import QuantizedCheckpoint

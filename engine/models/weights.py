@@ -98,7 +98,7 @@ class Checkpoint:
         self._uploads: dict[torch.device, Upload] = {}
         listed = _index(folder)
         for path in sorted({folder / file for file in listed.values()}) if listed else _files(folder):
-            self._open(path)
+            self._open(path, listed)
         for name, file in listed.items():
             if name not in self.entries:
                 raise ModelError(f"{folder / file} does not hold the tensor {name} that its index promises")
@@ -252,8 +252,9 @@ class Checkpoint:
                 raise ModelError(f"{file} cannot be read: {error.strerror}") from None
         return self._opened[file]
 
-    def _open(self, path: Path) -> None:
-        if not path.is_file():
+    def _open(self, path: Path, listed: Mapping[str, str]) -> None:
+        """Read the header of a file. Where two files hold a tensor, the index, `listed`, decides."""
+        if not os.path.isfile(path):
             raise ModelError(f"the weights file {path} is missing; download the model again")
         try:
             with path.open("rb") as stream:
@@ -281,6 +282,12 @@ class Checkpoint:
             raise ModelError(f"{path} has a broken safetensors header; download it again") from None
         if end > size:
             raise ModelError(f"{path} is cut short: it has {size} bytes and should have {end}; download it again")
+        for name in self.entries.keys() & tensors.keys():
+            if name not in listed:
+                other = self.entries[name].file
+                raise ModelError(f"{path} and {other} both hold the tensor {name[:64]}; remove one of them")
+            if listed[name] != path.name:
+                del tensors[name]
         self.entries.update(tensors)
         self._headers.append((path.name, size, header))
 
@@ -339,7 +346,7 @@ def _index(folder: Path) -> dict[str, str]:
 
     As in transformers, a single file is used though there is an index: that of an older checkpoint, of shards.
     """
-    if (folder / "model.safetensors").is_file():
+    if os.path.isfile(folder / "model.safetensors"):
         return {}
     path = folder / "model.safetensors.index.json"
     data = read_file(path, LIST_BYTES)
@@ -359,15 +366,19 @@ def _index(folder: Path) -> dict[str, str]:
 def _files(folder: Path) -> list[Path]:
     """Return the weight files of a folder without an index: model.safetensors, or else all safetensors files."""
     single = folder / "model.safetensors"
-    if single.is_file():
+    if os.path.isfile(single):
         return [single]
-    files = sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be read: {error.strerror}") from None
+    files = [folder / name for name in names if name.endswith(".safetensors")]
     shards = [file for file in files if "-of-" in file.name]
     if shards and str(len(shards)) != shards[0].stem.rpartition("-of-")[2].lstrip("0"):
         raise ModelError(f"{folder} holds {len(shards)} of the weights' parts and no index; download the model again")
     if files:
         return files
-    pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(kind))
+    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickled:
         raise ModelError(
             f"{folder} holds its weights only as {pickled[0]}, a format that can run code when it is read; "

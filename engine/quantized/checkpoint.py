@@ -11,20 +11,21 @@ from torch import Tensor
 
 from ..kernels.blocks import FORMATS
 from ..kernels.matmul import BlockRows, Converted, Sources
+from ..models import multimodal
 from ..models.gpu_coded import CodedPiece, CodedRows
 from ..models.gpu_form import Form
 from ..models.gpu_weights import FLOAT8_NAN
 from ..models.weights import Checkpoint, Entry
 from ..types import ModelError
 from .blocks import NUMBERS, write_blocks
-from .config import BLOCK, Quantization, Scheme
+from .config import BLOCK, HEAD, Quantization, Scheme
 from .forms import form_of
 from .layouts import INTEGERS, LAYOUTS, Layout, Tensors, count
 
 # Scales of activations and of the KV cache, which are quantized otherwise here, or not at all.
 UNUSED = {
-    "input_scale", "input_zero_point", "input_scale_ub", "output_scale", "output_zero_point", "q_scale", "k_scale",
-    "v_scale",
+    "activation_scale", "input_scale", "input_zero_point", "input_scale_ub", "output_scale", "output_zero_point",
+    "q_scale", "k_scale", "v_scale",
 }  # fmt: skip
 LARGEST_SCALE = torch.finfo(torch.float16).max
 LARGEST_POWER = 2.0**63  # of scales without a mantissa, in the kernels
@@ -52,7 +53,10 @@ class QuantizedCheckpoint(Checkpoint):
         self._opened = self._files._opened
         self._weights: dict[str, Weight] = {}
         self.entries = dict(self._files.entries)
+        self._prefix, self._head = multimodal.place(self.entries)
         for name, entry in self._files.entries.items():
+            if self._is_of_another_part(name):
+                continue
             if (weight := self._weight(name, entry)) is not None:
                 for tensor in weight.tensors.values():
                     del self.entries[tensor]
@@ -64,8 +68,8 @@ class QuantizedCheckpoint(Checkpoint):
                 del self.entries[name]
         if not self._weights:
             raise ModelError(
-                f"config.json names {quantization.method} quantization, but the checkpoint holds no quantized weights; "
-                "remove quantization_config from it"
+                f"config.json or a file beside it names {quantization.method} quantization, but the checkpoint holds "
+                "no quantized weights; remove quantization_config, or that file"
             )
 
     @property
@@ -73,8 +77,9 @@ class QuantizedCheckpoint(Checkpoint):
         return self._files.weights_hash
 
     def scheme(self, name: str) -> Scheme | None:
-        """Return how a weight is quantized; None: it is not. Base models are stored without the prefix of names."""
-        found = self._weights.get(name) or self._weights.get(name.removeprefix("model."))
+        """Return how a weight of the decoder is quantized; None: it is not. `name`: as in `DecoderSpec.linears`."""
+        is_head = name == f"{HEAD}.weight"
+        found = self._weights.get(self._head if is_head else self._prefix + name.removeprefix("model."))
         return None if found is None else found.scheme
 
     def blocks_type(self, name: str, columns: int) -> str | None:
@@ -124,6 +129,11 @@ class QuantizedCheckpoint(Checkpoint):
 
     def close(self) -> None:
         self._files.close()
+
+    def _is_of_another_part(self, name: str) -> bool:
+        """Return whether a tensor is not of the decoder of a model that also reads images: it is not loaded."""
+        own = self._prefix, self._head.removesuffix("weight")
+        return self._prefix in multimodal.NESTED and not name.startswith(own)
 
     def _weight(self, name: str, entry: Entry) -> Weight | None:
         """Return the quantized weight whose numbers a tensor holds; None: the tensor holds none."""

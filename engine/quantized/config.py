@@ -110,7 +110,7 @@ def count_blocks(
 
 
 def _gptq(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
-    stored = found.get("checkpoint_format") or "gptq"
+    stored = found.get("checkpoint_format") or found.get("format") or "gptq"  # GPTQModel calls it format, too
     if stored not in ("gptq", "gptq_v2") or found.get("is_marlin_format"):
         raise _refused("GPTQ", f"the format {shown(stored)}")
     if found.get("pack_dtype", "int32") != "int32":
@@ -176,7 +176,8 @@ def _modelopt(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
     if algorithm != "FP8":
         raise _refused("modelopt", f"weights in {shown(algorithm)}")
     select = _fp8(found)
-    is_ignored = _Patterns().compile({_glob(pattern) for pattern in _names(found, "ignore")})
+    names = _names(found, "ignore") | _names(found, "exclude_modules")  # the latter in a file of its own
+    is_ignored = _Patterns().compile({_glob(pattern) for pattern in names})
     return lambda module: None if is_ignored(module) else select(module)
 
 

@@ -23,7 +23,7 @@ from engine.gguf.folder import folder_of
 from engine.gguf.tokenizer import PATTERNS, Vocabulary
 from engine.hub import fetch
 from engine.kernels.blocks import FORMATS, Q4_Z
-from engine.models import examine, product
+from engine.models import describe, examine, product
 from tests.engine.test_exact import serve
 from tests.engine.test_kernels import CPU, needs_library
 from tests.engine.test_kernels_quantized import rounded
@@ -700,3 +700,17 @@ def test_the_memory_plan_counts_the_packed_blocks(tmp_path, kind):
     padding = -(-300 // 32) * 32 / 300  # rows of the vocabulary in whole panels
     packed = sum(linear._packed.num_bytes for linear in linears)
     assert packed / padding <= model.weights_bytes <= packed * 1.02
+
+
+@needs_library
+@pytest.mark.parametrize("plain", ["attn_v", "ffn_up"])
+def test_the_memory_plan_counts_weights_that_are_dequantized_beside_plain_ones(tmp_path, plain):
+    path = write(tmp_path / "model.gguf", {plain: Type.BF16, "": Type.Q4_0}, tied=False)
+    config = EngineConfig(model=str(path), dtype="bfloat16")
+    folder = fetch(str(path), weights=True).path
+    model = load_model(config, folder)
+    linears = [model.embedding, model.head, *(linear for layer in model.layers for linear in layer.linears)]
+    padding = -(-300 // 32) * 32 / 300
+    packed = sum(linear._packed.num_bytes for linear in linears)
+    assert packed / padding <= model.weights_bytes <= packed * 1.02
+    assert describe(folder, config).weights_bytes == model.weights_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -202,6 +203,23 @@ def test_a_file_is_not_a_model(tmp_path):
         hub.fetch(str(tmp_path / "model.safetensors"), weights=True)
 
 
+def test_a_folder_of_another_user_is_reported(monkeypatch, tmp_path):
+    def is_dir(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    with pytest.raises(ModelError, match=f"^{tmp_path} cannot be read: Permission denied$"):
+        hub.fetch(str(tmp_path), weights=True)
+
+
+def test_a_file_of_statistics_or_of_an_image_encoder_is_not_the_model_of_a_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write(tmp_path / "tiny-Q8_0.gguf")
+    for name in ("tiny-imatrix.gguf", "imatrix_unsloth.gguf", "tiny-mmproj-f16.gguf", "mmproj-tiny.gguf"):
+        (tmp_path / name).touch()
+    assert hub.fetch(str(tmp_path), weights=True).path.name == "tiny-Q8_0"
+
+
 def test_download_of_what_is_needed_and_no_more(site):
     files, revision = site.fetch("ours/open", weights=False)
     assert files == {name: FILES[name] for name in ("config.json", "tokenizer.json", "chat_template.jinja")}
@@ -302,3 +320,19 @@ def test_the_type_of_a_gguf_file_to_download_may_be_written_in_small_letters(sit
         assert json.loads(found["config.json"])["quantization_config"]["types"] == ["Q8_0"]
         assert revision == COMMITS["main"]
     assert not [path for path, _ in site.asked if path.endswith(("Q4_0.gguf", ".safetensors"))]
+
+
+def test_only_files_of_the_type_are_downloaded(site, tmp_path, monkeypatch):
+    model = write(tmp_path / "f16", Type.F16).read_bytes()
+    for name in ("tiny-BF16.gguf", "tiny-F16.gguf", "tiny-F16_L.gguf", "mmproj-F16.gguf"):
+        monkeypatch.setitem(FILES, name, model)
+    found, _ = site.fetch("ours/open:F16", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert json.loads(found["config.json"])["dtype"] == "bfloat16"
+    downloaded = {path.rpartition("/")[2] for path, _ in site.asked if path.endswith(".gguf")}
+    assert downloaded == {"tiny-F16.gguf"}
+
+
+def test_a_repository_of_gguf_files_needs_a_type(site):
+    text = site.fetch("ours/open-GGUF")
+    assert text == "ours/open-GGUF has GGUF files of several types: name one of them, such as ours/open-GGUF:Q4_K_M"
+    assert not site.asked

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, ModelError, models, plan
 from tests.engine.test_models import Bench, dtype_of, limit_of, load, prompt, whole
-from tests.models import PARTS, corrections, make, oracle
+from tests.models import PARTS, corrections, load_model, make, oracle
+from tests.quantized import Kind, fp8, gptq, pack_quantized
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +78,81 @@ def test_tensors_of_the_decoder_that_it_does_not_have_are_refused(home, tmp_path
             load(folder, torch.float64)
 
 
+def quantized(folder: Path, to: Path, kind: Kind, plain: str, *, in_text: bool = False) -> tuple[Path, Path]:
+    """Write two copies of a folder: with the projections of the decoder quantized, but for those whose name has
+    `plain`, and with the numbers that these make. `in_text`: quantization_config is in text_config."""
+    tensors = load_file(folder / "model.safetensors")
+    stored, numbers = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        if "language_model." in name and module.endswith("_proj") and last == "weight" and plain not in name:
+            parts, exact = kind.store(tensor.float())
+            del stored[name]
+            stored |= {f"{module}.{part}": each.contiguous() for part, each in parts.items()}
+            numbers[name] = exact.float()
+    source = json.loads((folder / "config.json").read_text())
+    changed = {**source, "quantization_config": kind.config}
+    if in_text:
+        changed = {**source, "text_config": {**source["text_config"], "quantization_config": kind.config}}
+    for name, config, state in (("quantized", changed, stored), ("plain", source, numbers)):
+        (to / name).mkdir()
+        (to / name / "config.json").write_text(json.dumps(config))
+        save_file(state, to / name / "model.safetensors", metadata={"format": "pt"})
+    return to / "quantized", to / "plain"
+
+
+def with_scale_of_activations() -> Kind:
+    """Return fp8 as the checkpoints of Ministral 3 have it."""
+    kind = fp8("tensor")
+
+    def store(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        parts, exact = kind.store(weight)
+        names = {"weight": "weight", "weight_scale": "weight_scale_inv"}
+        return {names[part]: each for part, each in parts.items()} | {"activation_scale": torch.ones(())}, exact
+
+    config = {"activation_scheme": "static", "weight_block_size": None}
+    return Kind(kind.config | config | {"modules_to_not_convert": ["model.vision_tower", "lm_head"]}, store, None)
+
+
+PACKED = pack_quantized(4, 32, packed="Q4_0")
+# The names of plain modules are those of the checkpoint: beside the decoder's there are others with the same ending.
+PLAIN_DOWN = {"ignore": ["re:.*vision.*", "lm_head", "model.language_model.layers.0.mlp.down_proj"]}
+GPTQ = gptq(size=32, packed="Q4_0")
+MODULES = {
+    "modules_in_block_to_quantize": [[f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down", "out")]]
+}
+QUANTIZED = {
+    "fp8 of Ministral 3": ("mistral3-ministral", with_scale_of_activations(), "vision"),
+    "compressed-tensors": ("gemma3", Kind(PACKED.config | PLAIN_DOWN, PACKED.store, "Q4_0"), "layers.0.mlp.down_proj"),
+    "gptq": ("qwen3_5", Kind(GPTQ.config | MODULES, GPTQ.store, "Q4_0"), "vision"),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_the_text_part_may_be_quantized(home, tmp_path, name):
+    source, kind, plain = QUANTIZED[name]
+    folder = make(source, home / f"{source}-32", dtype=torch.float32)
+    coded, numbers = quantized(folder, tmp_path, kind, plain)
+    settings = EngineConfig(model="", dtype="float32", cpu_isa="torch")
+    found, want = (load_model(settings, each) for each in (coded, numbers))
+    planned = models.fit(models.describe(coded, settings), settings, torch.device("cpu"))
+    assert found.spec.dequantized == planned.dequantized > 0
+    difference = Bench(found).step({0: prompt(9)})[0] - Bench(want).step({0: prompt(9)})[0]
+    assert difference.abs().max() < 1e-4
+
+
+def test_the_text_part_may_have_the_settings_of_quantization(home, tmp_path):
+    folder = make("gemma3", home / "gemma3-32", dtype=torch.float32)
+    coded, _ = quantized(folder, tmp_path, PACKED, "vision", in_text=True)
+    assert models.examine(coded, EngineConfig(model=""))[0].method == "compressed-tensors"
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"text_config": [1]}, "config.json: text_config must be an object"),
         ({"text_config": None}, "config.json: text_config must be an object"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights of Mistral3ForCond.* are not supported"),
+        ({"quantization_config": {"quant_method": "quanto"}}, "asks for quanto quantization, which is not supported"),
     ],
 )
 def test_configurations_that_cannot_be_used_are_refused(home, tmp_path, changes, says):

@@ -286,7 +286,7 @@ def test_gptq_may_name_the_modules_that_are_quantized(tmp_path):
 def test_scales_of_activations_and_of_the_cache_are_ignored(tmp_path):
     reference = write(tmp_path, fp8("tensor"))
     tensors = load_file(tmp_path / "model.safetensors")
-    for name in ("q_proj.input_scale", "k_scale", "k_proj.output_scale"):
+    for name in ("q_proj.input_scale", "q_proj.activation_scale", "k_scale", "k_proj.output_scale"):
         tensors[f"model.layers.0.self_attn.{name}"] = torch.ones(1)
     save_file(tensors, tmp_path / "model.safetensors")
     assert error(load(tmp_path), reference) < 1e-5
@@ -318,6 +318,48 @@ def test_config_json_may_be_that_of_other_programs(tmp_path, name):
     model = load(tmp_path)
     assert error(model, reference) < 1e-3
     assert model.spec.method == found["quant_method"]
+
+
+# Where programs leave the settings: a key of config.json, or a file beside it.
+ELSEWHERE = {
+    "compression_config": (PACKED["w4a16"], "compression_config", PACKED["w4a16"].config),
+    "hf_quant_config.json": (
+        fp8("tensor"),
+        "hf_quant_config.json",
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+    ),
+    "quantize_config.json": (
+        gptq(v2=True, sym=False, packed="Q4_Z"),
+        "quantize_config.json",
+        {"bits": 4, "group_size": 128, "sym": False, "desc_act": False, "format": "gptq_v2"},
+    ),
+    "quant_config.json": (
+        awq(64),
+        "quant_config.json",
+        {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_the_settings_may_be_elsewhere_than_in_config_json(tmp_path, name):
+    kind, place, found = ELSEWHERE[name]
+    reference = write(tmp_path, kind)
+    edit_config(tmp_path, quantization_config=None)
+    if place.endswith(".json"):
+        (tmp_path / place).write_text(json.dumps(found))
+    else:
+        edit_config(tmp_path, **{place: found})
+    model = load(tmp_path, cpu_isa="torch")
+    assert error(model, reference) < 1e-5
+    assert plan.plan(config(tmp_path, cpu_isa="torch"))["weights_bytes"] == model.weights_bytes
+
+
+def test_a_file_about_the_cache_alone_does_not_make_weights_quantized(tmp_path):
+    folder = make("llama", tmp_path / "llama")
+    found = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(found))
+    assert load(folder).spec.method == ""
 
 
 def test_patterns_of_modelopt_name_plain_modules():
@@ -567,8 +609,8 @@ def test_tensors_that_contradict_config_json_get_a_sentence(tmp_path, kind, name
 def test_a_checkpoint_without_quantized_weights_is_refused(tmp_path):
     write(tmp_path, awq(), plain=lambda module: True)
     assert refused(tmp_path) == (
-        "config.json names awq quantization, but the checkpoint holds no quantized weights; remove quantization_config "
-        "from it"
+        "config.json or a file beside it names awq quantization, but the checkpoint holds no quantized weights; remove "
+        "quantization_config, or that file"
     )
 
 

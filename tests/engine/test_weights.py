@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -239,6 +240,36 @@ def test_missing_shards_are_refused(folder):
     assert refused(folder) == f"the weights file {files[1]} is missing; download the model again"
     (folder / "model.safetensors.index.json").unlink()
     assert "holds 2 of the weights' parts and no index" in refused(folder)
+
+
+def test_the_index_decides_which_of_two_files_a_tensor_is_read_from(folder):
+    shards = shard(folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    names = {path.name: next(name for name, file in index.items() if file == path.name) for path in shards}
+    for path in shards:  # each also holds a tensor of each other
+        tensors = load_file(path)
+        save_file({**{name: torch.ones(3) for name in names.values()}, **tensors}, path)
+    entries = Checkpoint(folder).entries
+    assert {name: entries[name].file.name for name in names.values()} == {name: file for file, name in names.items()}
+    models.examine(folder, EngineConfig(model=""))  # their shapes are those of config.json
+
+
+def test_two_files_with_the_same_tensor_and_no_index_are_refused(folder):
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    save_file({"model.norm.weight": torch.ones(8)}, folder / "b.safetensors")
+    assert refused(folder) == (
+        f"{folder / 'b.safetensors'} and {folder / 'a.safetensors'} both hold the tensor model.norm.weight; "
+        "remove one of them"
+    )
+
+
+def test_a_folder_that_cannot_be_listed_is_reported(folder, monkeypatch):
+    def listdir(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    monkeypatch.setattr(os, "listdir", listdir)  # the tests may run as root, who may read everything
+    assert refused(folder) == f"{folder} cannot be read: Permission denied"
 
 
 def test_index_with_missing_tensors_is_refused(folder):
