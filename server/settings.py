@@ -132,7 +132,7 @@ class Settings(BaseModel):
         "NAME",
         max_length=64,
     )
-    cpu_isa: Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "torch"] = _engine(
+    cpu_isa: Literal["auto", "amx", "avx512bf16", "avx512", "avxvnni", "avx2", "torch"] = _engine(
         "auto", "instruction set of our CPU kernels; torch disables them (default: the best available)"
     )
     max_model_len: MaxLength = _engine(

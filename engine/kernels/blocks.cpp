@@ -159,11 +159,15 @@ struct Sums {
 
   // How many of the vectors of some panels are multiplied at once. With more rows than SHORT_TILE one after the other,
   // so that registers can hold the running sums: to load and store them for each group took a tenth to a quarter of the
-  // time. With AVX2 sums in 16 bits of two vectors, which read x once, are faster than running sums in registers.
+  // time. With 16 registers the group's sums of two vectors, which read x once, are faster than running sums in
+  // registers; those of 8 bits need more registers without VNNI.
   static constexpr int at_once(int rows, int panels) {
 #if !defined(HAS_VNNI)
-    if (BITS < 8) return 2 * panels;
-    return rows < 4 ? 2 * panels : 1;
+    if (BITS == 8) return rows < 4 ? 2 * panels : 1;
+#endif
+#if defined(FEW_REGISTERS)
+    (void)rows;
+    return 2 * panels;
 #else
     return rows <= SHORT_TILE ? 2 * panels : 1;
 #endif
@@ -253,12 +257,12 @@ struct InBlocks : InPanels<InBlocks<Number_, BITS, PLANES, CODED>> {
   // Two vectors at once read x half as often as one, but unpack weights for half as many rows. AMD's processors, which use
   // this variant, are 3 to 10 % faster so (Zen 5). Intel's unpack in the units that multiply.
   static const int TALL = SHORT_TILE;
-#elif !defined(HAS_VNNI)
+#elif defined(FEW_REGISTERS)
   // With more panels the running sums do not fit in the registers. One request was a seventh faster on an AMD EPYC (Zen 3).
   // Codes take longer to look up, and are faster with two.
   static constexpr int panels(int64_t rows) { return CODED && rows < 3 ? 2 : 1; }
   static const int64_t AHEAD = 4 << 10;
-  // So the registers hold the group's sums of two vectors, in 16 bits. The running sums are in the first-level cache.
+  // So the registers hold the group's sums of two vectors. The running sums are in the first-level cache.
   static const int TALL = BITS < 8 ? 5 : HEIGHT;
 #endif
 

@@ -27,24 +27,27 @@ from pathlib import Path
 HERE = Path(__file__).parent
 GUARD = HERE / "guard.py"  # runs the compiler
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-# Instruction set -> its compiler options. AMX is encoded in assembly, so it needs no option.
+# Instruction set -> its compiler options. AMX and AVX-VNNI are written in assembly, so they need no option.
 VARIANTS = {
     "amx": ["-DISA_AMX", "-mfma", "-mf16c", *AVX512],
     "avx512bf16": ["-DISA_AVX512BF16", "-mfma", "-mf16c", *AVX512, "-mavx512bf16"],
     "avx512": ["-DISA_AVX512", "-mfma", "-mf16c", *AVX512],
+    "avxvnni": ["-DISA_AVXVNNI", "-mfma", "-mf16c", "-mavx2"],
     "avx2": ["-DISA_AVX2", "-mfma", "-mf16c", "-mavx2"],
 }
-# Sources of every variant, and those of AMX, which has only matmuls and attention: in everything else it is the avx512
-# variant.
+# Sources of every variant, and of those that have only some: in everything else they are the variant in BASES.
 KERNELS = ("attention", "blocks", "delta", "layers", "logits", "lossless", "matmul", "quantized", "rounding")
-AMX_KERNELS = ("attention", "lossless", "matmul", "quantized", "trial")
-BASES = {"amx": "avx512"}  # variants that lack functions, and those whose functions they then use
-EMULATED = ("amx", "avx512bf16")  # variants whose instructions can be emulated
+OWN_KERNELS = {
+    "amx": ("attention", "lossless", "matmul", "quantized", "trial"),
+    "avxvnni": ("blocks", "quantized"),
+}
+BASES = {"amx": "avx512", "avxvnni": "avx2"}
+EMULATED = ("amx", "avx512bf16", "avxvnni")  # variants whose instructions can be emulated
 # Object -> its source and options. A source has one object for each variant.
 OBJECTS = {
     f"{kernel}_{isa}": (f"{kernel}.cpp", options)
     for isa, options in VARIANTS.items()
-    for kernel in (AMX_KERNELS if isa == "amx" else KERNELS)
+    for kernel in OWN_KERNELS.get(isa, KERNELS)
 } | {name: (f"{name}.cpp", []) for name in ("machine", "threads")}
 # Results must not depend on the compiler: no reordering of sums, and multiply-adds are fused only where the source says
 # so. gcc 12 warns about uninitialized variables in its own headers.
@@ -77,6 +80,11 @@ def compiler() -> list[str] | None:
         return command if shutil.which(command[0]) else None
     found = next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
     return [found] if found else None
+
+
+def variants(kernel: str) -> list[str]:
+    """Return the variants that are compiled from this source, without those that use another's functions."""
+    return [isa for isa in VARIANTS if kernel in OWN_KERNELS.get(isa, KERNELS)]
 
 
 def file_name(*, emulate: str = "") -> str:

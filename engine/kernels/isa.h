@@ -1,18 +1,26 @@
 // The vector operations that the kernels use, for the instruction set that the file is compiled for.
 //
-// -DISA_AVX2, -DISA_AVX512, -DISA_AVX512BF16 or -DISA_AMX selects the variant, together with the compiler's -m flags.
-// With -DEMULATE the last two emulate the processor's bfloat16 dot product and its tiles (tiles.h) as Intel's manual
-// defines them, so that their code can be tested on machines without the instructions.
+// -DISA_AVX2, -DISA_AVXVNNI, -DISA_AVX512, -DISA_AVX512BF16 or -DISA_AMX selects the variant, together with the
+// compiler's -m flags. With -DEMULATE, AVX-VNNI's product of bytes, the bfloat16 dot product of AVX-512 and AMX's tiles
+// (tiles.h) are emulated as Intel's manual defines them, so that their code can be tested on machines without the
+// instructions.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "assembler.h"
+
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)
 
-#if defined(ISA_AVX2)
+#if defined(ISA_AVX2) || defined(ISA_AVXVNNI)
 
+#if defined(ISA_AVX2)
 #define NAMED(name) JOIN(name, avx2)
+#else
+#define NAMED(name) JOIN(name, avxvnni)
+#endif
+#define FEW_REGISTERS 1  // 16 vectors
 typedef __m256 V;   // floats
 typedef __m256i U;  // 32-bit units
 static const int LANES = 8;
@@ -98,6 +106,20 @@ static inline void store_lowest_bytes(void* p, U u) {
   const __m128i b = _mm_shuffle_epi8(_mm256_extracti128_si256(u, 1), lowest);
   _mm_storel_epi64((__m128i*)p, _mm_unpacklo_epi32(a, b));
 }
+#if defined(ISA_AVXVNNI)
+// As for AVX-512 below. {vex}: the assembler would choose AVX-512's encoding.
+#define HAS_VNNI 1
+#if defined(EMULATE) || !defined(ASSEMBLES_AVX_VNNI)
+// Products of the bytes at even places, then of those at odd places; neither sum of two overflows 32 bits.
+static inline void add_bytes(U& sum, U a, U b) {
+  const U even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(0xff)), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+  const U odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+  sum = add_ints(sum, add_ints(even, odd));
+}
+#else
+static inline void add_bytes(U& sum, U a, U b) { __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
+#endif
+#endif
 typedef __m256d D;  // LANES / 2 doubles
 static inline D set1_doubles(double x) { return _mm256_set1_pd(x); }
 static inline D first_half(V v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
@@ -275,7 +297,7 @@ static inline V dot(V sum, U a, U b) { return _mm512_dpbf16_ps(sum, (__m512bh)a,
 #endif
 
 #else
-#error "define ISA_AVX2, ISA_AVX512, ISA_AVX512BF16 or ISA_AMX"
+#error "define ISA_AVX2, ISA_AVXVNNI, ISA_AVX512, ISA_AVX512BF16 or ISA_AMX"
 #endif
 
 // Transpose LANES rows of N units, which N vectors hold one after the other, into N vectors of LANES units, by

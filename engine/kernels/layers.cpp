@@ -301,6 +301,11 @@ EXPORT void NAMED(sigmoid)(float* x, int64_t size) {
   }
 }
 
+// x = log(1 + e^x)
+EXPORT void NAMED(softplus)(float* x, int64_t size) {
+  for (int64_t i = 0; i < size; i += LANES) put(x + i, softplus(get(x + i, size - i)), size - i);
+}
+
 EXPORT void NAMED(gates_float32)(const Gate* how, const float* x, float* y, int64_t rows, int64_t inner, int32_t threads) {
   Gates<float>{*how, x, y, rows, inner}.compute(threads);
 }

@@ -23,7 +23,7 @@ from .build import BASES
 
 # Instruction sets, the most capable first, each with its bit in pequod_features() or, of amx, in `load`. `best_first`
 # orders them by speed.
-ISAS = {"amx": 64, "avx512bf16": 4, "avx512": 2, "avx2": 1}
+ISAS = {"amx": 64, "avx512bf16": 4, "avx512": 2, "avxvnni": 512, "avx2": 1}
 AMX, VNNI = 8, 16
 # Measured or tried when the library is loaded: the processor's bfloat16 dot product is faster than multiply-adds; its
 # tiles (AMX) multiply faster than both; the system refuses them to this process.
@@ -107,8 +107,9 @@ class Kernels:
             function.restype = None
         self.softcap = own("softcap")
         self.softcap.argtypes, self.softcap.restype = [pointer, long, ctypes.c_float, integer], None
-        self.sigmoid = own("sigmoid")
-        self.sigmoid.argtypes, self.sigmoid.restype = [pointer, long], None
+        self.sigmoid, self.softplus = own("sigmoid"), own("softplus")
+        for function in (self.sigmoid, self.softplus):
+            function.argtypes, function.restype = [pointer, long], None
         self.gates = {dtype: own(f"gates_{name}") for dtype, name in DTYPES.items()}
         for function in self.gates.values():
             function.argtypes, function.restype = [pointer, pointer, pointer, long, long, integer], None
@@ -225,8 +226,8 @@ def available() -> list[str]:
 def best_first(features: int) -> list[str]:
     """Return the variants that a processor with these features can run, fastest first."""
     order = ["avx512bf16", "avx512"] if features & DOT_PAYS else ["avx512", "avx512bf16"]
-    order = ["amx", *order, "avx2"] if features & TILES_PAY else [*order, "amx", "avx2"]
-    return [isa for isa in order if features & ISAS[isa]]
+    order = ["amx", *order] if features & TILES_PAY else [*order, "amx"]
+    return [isa for isa in [*order, "avxvnni", "avx2"] if features & ISAS[isa]]
 
 
 def choose(setting: str, device: torch.device, dtype: torch.dtype, *, quantized: bool = False) -> Choice:
@@ -312,7 +313,7 @@ def settle(setting: str, device: torch.device) -> str:
 
 def _quantizes(isa: str, features: int) -> bool:
     """Return whether a variant's matmuls with quantized weights can run: with AVX-512 they need VNNI."""
-    return isa == "avx2" or bool(features & VNNI)
+    return isa in ("avxvnni", "avx2") or bool(features & VNNI)
 
 
 def _for_quantized(setting: str, device: torch.device, dtype: torch.dtype) -> Choice:

@@ -1,4 +1,5 @@
 // The processor's features, scratch memory, and the kernels' clock. Compiled without -m flags.
+#include "assembler.h"
 #include "work.h"
 
 #include <cpuid.h>
@@ -13,8 +14,8 @@ static uint64_t enabled_state() {  // the register state that the operating syst
   return (uint64_t)high << 32 | low;
 }
 
-// Bits: 1 AVX2 with FMA, 2 AVX-512 F, BW, DQ and VL, 4 AVX512-BF16, 8 AMX for bfloat16 and int8, 16 AVX-512 VNNI.
-// The next bits, from 32 on, are set in library.py.
+// Bits: 1 AVX2 with FMA, 2 AVX-512 F, BW, DQ and VL, 4 AVX512-BF16, 8 AMX for bfloat16 and int8, 16 AVX-512 VNNI, 512
+// AVX-VNNI. Those from 32 to 256 are set in library.py.
 EXPORT int32_t pequod_features() {
   uint32_t a, b, c, d, features = 0;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
@@ -27,7 +28,12 @@ EXPORT int32_t pequod_features() {
   const uint32_t required = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
   if (features && (extended & required) == required && (state & 0xe6) == 0xe6) features |= 2;
   if ((features & 2) && (extended_c >> 11 & 1)) features |= 16;
-  if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (features & 2) && (a >> 5 & 1)) features |= 4;
+  if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
+    if ((features & 2) && (a >> 5 & 1)) features |= 4;
+#if defined(ASSEMBLES_AVX_VNNI)
+    if ((features & 1) && (a >> 4 & 1)) features |= 512;
+#endif
+  }
   const uint32_t tiles = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, int8
   if ((extended_d & tiles) == tiles && (state & 0x60000) == 0x60000) features |= 8;
   return (int32_t)features;

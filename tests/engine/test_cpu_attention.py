@@ -16,7 +16,6 @@ from engine.attention import AttentionMeta, LayerCache, choose, cpu, create
 from engine.attention.cpu import Paged
 from engine.attention.reference import Reference, dequantize, quantize
 from engine.kernels import build, library
-from engine.kernels.library import ISAS
 from tests.engine.test_attention import Pool, dense, layer_of, spoil
 from tests.engine.test_kernels import kernels
 from tests.engine.test_models import Bench, load
@@ -64,7 +63,7 @@ Kind = tuple[Paged, torch.dtype, torch.dtype]  # a variant, the model's dtype an
 # Without the instructions for bfloat16 their variants are that of AVX-512; with AMX an int8 cache is, too.
 KINDS = [
     (isa, dtype, held, name)
-    for isa in ISAS
+    for isa in build.variants("attention")
     for dtype, held, name in library.cache_dtypes()
     if isa not in build.EMULATED or held == torch.bfloat16
 ]

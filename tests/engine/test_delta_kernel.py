@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels import build
 from engine.kernels.delta import GatedDelta
-from engine.kernels.library import ISAS, Kernels
+from engine.kernels.library import Kernels
 from engine.models.delta import DeltaLayer, DeltaWeights
 from engine.models.delta import gated_delta as oracle
 from engine.models.states import LayerStates, LinearShape, Segments
@@ -49,7 +50,7 @@ ROWS: Rows = [
 ]
 
 
-@pytest.fixture(params=[isa for isa in ISAS if isa != "amx"])  # which has no such kernel of its own
+@pytest.fixture(params=build.variants("delta"))
 def variant(request: pytest.FixtureRequest) -> Kernels:
     return kernels(request.param)
 

@@ -56,17 +56,17 @@ def emulated(isa: str) -> Emulated:
 
 
 def kernels(isa: str) -> Kernels:
-    """Return a variant, emulating amx and avx512bf16 if the processor lacks the instructions; skips the test if it
-    cannot run."""
+    """Return a variant, emulating those of build.EMULATED if the processor lacks the instructions; skips the test if
+    it cannot run."""
     loaded, features = library.load(build.library())
     is_emulated = isa in build.EMULATED and not features & ISAS[isa]
-    isa_needed = "avx512" if is_emulated else isa
+    isa_needed = build.BASES.get(isa, "avx512") if is_emulated else isa
     if not features & ISAS[isa_needed] or (isa == "amx" and not features & library.VNNI):
         pytest.skip(f"this processor cannot run {isa}")  # before the emulation is compiled, which takes a minute
     return Kernels(emulated(isa) if is_emulated else loaded, isa)
 
 
-@pytest.fixture(params=list(ISAS))
+@pytest.fixture(params=build.variants("matmul"))
 def variant(request) -> Kernels:
     return kernels(request.param)
 
@@ -326,6 +326,17 @@ def test_faster_dot_product_is_used(processor):
     processor("avx2", "avx512", "avx512bf16", "fast dot")
     assert library.available() == ["avx512bf16", "avx512", "avx2"]
     assert choose("auto", CPU, torch.bfloat16).name == "avx512bf16"
+
+
+@needs_library
+def test_avx_vnni_is_used_where_avx_512_is_not(processor):
+    processor("avx2", "avxvnni")
+    assert library.available() == ["avxvnni", "avx2"]
+    for quantized in (False, True):
+        assert choose("auto", CPU, torch.bfloat16, quantized=quantized).name == "avxvnni"
+        assert choose("avx2", CPU, torch.bfloat16, quantized=quantized).name == "avx2"
+    processor("avx2", "avxvnni", "avx512", "vnni")
+    assert library.available() == ["avx512", "avxvnni", "avx2"]
 
 
 @pytest.mark.parametrize(("has", "pays"), [(True, True), (True, False), (False, None)])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.kernels import build, library
 from engine.kernels.blocks import FORMATS, Q4_Z, Blocks, in_several_formats
-from engine.kernels.library import ISAS, Kernels
+from engine.kernels.library import Kernels
 from engine.kernels.matmul import BlockRows
 from tests.engine.test_kernels import drawn, error, kernels, needs_library
 from tests.engine.test_kernels_quantized import in_groups, rounded
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("same_threads_after"), needs_library]
 SHAPES = [(1, 256), (33, 512), (130, 256), (64, 1024)]
 
 
-@pytest.fixture(params=[isa for isa in ISAS if isa not in library.BASES])
+@pytest.fixture(params=build.variants("blocks"))
 def variant(request) -> Kernels:
     _, features = library.load(build.library())
     if not library._quantizes(request.param, features):
@@ -116,6 +116,15 @@ def test_sums_of_the_largest_products_fit(variant, number, activation_bytes, fil
         for x in (torch.ones(rows, 256), -torch.ones(rows, 256), torch.full((rows, 256), 0.99606)):
             x[:, ::16] = x[:, ::16].sign()  # the last x is then rounded by nearly half a step
             assert error(packed(x), products(x, part, activation_bytes)) < 2**-15
+
+
+@pytest.mark.parametrize("activation_bytes", [1, 2])
+def test_avx_vnni_computes_the_bits_of_avx2(dtype, number, activation_bytes):
+    part = in_blocks(77, 512, number, dtype)
+    one, other = (Blocks(kernels(isa), [part], activation_bytes=activation_bytes) for isa in ("avx2", "avxvnni"))
+    for rows in (1, 2, 3, 4, 5, 6, 11, 300):
+        x = drawn(rows, 512, dtype=dtype)
+        assert torch.equal(one(x), other(x)), rows
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine import ConfigError
 from engine.kernels import build, library
-from engine.kernels.library import ISAS, Kernels, choose
+from engine.kernels.library import Kernels, choose
 from engine.kernels.matmul import GROUP, Quantized, quantized_bytes
 from tests.engine.test_kernels import CPU, drawn, error, kernels, needs_library, processor
 
@@ -44,7 +44,7 @@ KINDS = {
 SHAPES = [(1, 1), (31, 2), (33, 65), (64, 128), (130, 77), (500, 257)]
 
 
-@pytest.fixture(params=[isa for isa in ISAS if isa not in library.BASES])  # test_amx.py compares amx with avx512
+@pytest.fixture(params=[isa for isa in build.variants("quantized") if isa != "amx"])  # test_amx.py compares it
 def variant(request) -> Kernels:
     _, features = library.load(build.library())
     if not library._quantizes(request.param, features):
@@ -345,6 +345,15 @@ def test_num_bytes_is_the_memory_of_weights_and_scales(variant, dtype, kind):
 
 
 # -- bits -----------------------------------------------------------------------------------------------------------
+
+
+@needs_library
+def test_avx_vnni_computes_the_bits_of_avx2(dtype, kind):
+    weight = drawn(130, 300, dtype=dtype)
+    one, other = (kind.packed(kernels(isa), weight) for isa in ("avx2", "avxvnni"))
+    for rows in (1, 2, 3, 4, 5, 6, 7, 200):
+        x = drawn(rows, 300, dtype=dtype)
+        assert torch.equal(one(x), other(x)), rows
 
 
 @needs_library

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from engine import ConfigError, EngineConfig
 from engine.build import build as build_engine
-from engine.kernels import weight_packing
+from engine.kernels import build, weight_packing
 from engine.kernels.matmul import Lossless, Packed, Packing
 from tests.engine.test_exact import serve
-from tests.engine.test_kernels import ISAS, kernels, needs_library
+from tests.engine.test_kernels import kernels, needs_library
 from tests.models import make
 
 pytestmark = [needs_library, pytest.mark.usefixtures("same_threads_after")]
@@ -23,7 +23,7 @@ SHAPES = [(1, 1), (2, 3), (16, 32), (17, 33), (31, 2), (65, 100), (130, 77), (10
 ROWS = (1, 2, 3, 4, 6, 7, 12, 13, 25, 100)
 
 
-@pytest.fixture(params=list(ISAS))
+@pytest.fixture(params=build.variants("lossless"))
 def variant(request):
     return kernels(request.param)
 

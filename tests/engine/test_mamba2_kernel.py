@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.library import ISAS, Kernels
+from engine.kernels import build
+from engine.kernels.library import Kernels
 from engine.kernels.mamba2 import Mamba2Kernel
 from engine.models.mamba2 import Mamba2Layer, Mamba2Weights
 from engine.models.mamba2 import mamba2 as oracle
@@ -50,7 +51,7 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(params=[isa for isa in ISAS if isa != "amx"])  # which has no such kernel of its own
+@pytest.fixture(params=build.variants("delta"))
 def variant(request: pytest.FixtureRequest) -> Kernels:
     return kernels(request.param)
 
