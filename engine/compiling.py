@@ -115,9 +115,10 @@ def _layers(spec: ModelSpec, config: EngineConfig) -> Iterator[Job]:
                 yield partial(_attend_to_latents, each, spec, config.block_size, tokens)
         elif each.mixer is None:
             yield partial(_rotate_store, each, spec, config.block_size)
-    if decoder.gates_attention:
-        for attention in dict.fromkeys(spec.layers):
-            yield partial(_gate_heads, attention, spec.dtype)
+    if decoder.has_gates:
+        for each in layers:
+            if each.mixer is None:
+                yield partial(_gate_heads, each, spec.dtype)
     layer = next(each for each in layers if each.mixer is None)  # all have the same norms
     attention_norm, of_input = layer.attention_norm, layer.input
     mlp_norm = next((each.mlp_norm for each in layers if each.mlp_norm is not None), None)  # some have no MLP
@@ -265,7 +266,7 @@ def _rotate_store(layer: Layer, spec: ModelSpec, block_size: int) -> None:
     backend, turn = PagedGPU(), layer.turn
     cache = _cache(backend, spec.layers[layer.cache], spec, block_size)
     plan = backend.plan(AttentionMeta.of([([1], 0, FEW)], block_size, META))
-    qkv = torch.empty(FEW, len(layer.qkv.weight), dtype=spec.dtype, device=META)
+    qkv = torch.empty(FEW, len(layer.qkv.weight), dtype=spec.dtype, device=META)[:, layer.gates :]
     rotation, gated = _rotation(turn, spec, FEW), layer.spec.gates_attention
     backend.rotate_store(cache, qkv, rotation, on_gpu.head_norms(layer), plan, gated=gated)
 
@@ -290,10 +291,12 @@ def _rotation(turn: int, spec: ModelSpec, tokens: int) -> Rotation | None:
     return on_gpu.rotation_of(rotary, spec.decoder, positions, tokens)
 
 
-def _gate_heads(layer: AttentionLayer, dtype: torch.dtype) -> None:
-    heads, dim = layer.num_heads, layer.head_dim
-    seen = torch.empty(FEW, heads, dim, dtype=dtype, device=META)
-    gate_heads(seen, seen.new_empty(FEW, (2 * heads + 2 * layer.num_kv_heads) * dim))
+def _gate_heads(layer: Layer, dtype: torch.dtype) -> None:
+    heads, gate = layer.spec.heads(layer.index), layer.spec.head_gate
+    seen = torch.empty(FEW, heads, layer.shape.head_dim, dtype=dtype, device=META)
+    gates = on_gpu.gates_of(layer, seen.new_empty(FEW, len(layer.qkv.weight)))
+    assert gates is not None
+    gate_heads(seen, gates, is_softplus=gate is not None and gate.is_softplus)
 
 
 def _logits(vocab_size: int) -> Iterator[Job]:

@@ -134,7 +134,7 @@ def graph_reserve(spec: ModelSpec, config: EngineConfig, backend: type[Attention
     if decoder is None or any(gpu_limitation(shape, spec.dtype) for shape in spec.mixers):  # they are not captured
         return GraphReserve()
     sizes = graph_sizes.of(spec, config)
-    of_layer = LAYER_LAUNCHES + NORM_LAUNCHES * (decoder.qk_norm == "all") + GATE_LAUNCHES * decoder.gates_attention
+    of_layer = LAYER_LAUNCHES + NORM_LAUNCHES * (decoder.qk_norm == "all") + GATE_LAUNCHES * decoder.has_gates
     of_layer += INPUT_LAUNCHES * (decoder.inputs is not None) + MIXER_LAUNCHES * decoder.has_states
     of_layer += SCALE_LAUNCHES * (decoder.scales.residual != 1) + LATENT_LAUNCHES * bool(decoder.shapes[0].latent)
     if (experts := decoder.experts) is not None:

@@ -95,6 +95,7 @@ GEMMA4_MOE = {
     "moe_intermediate_size": 48,
 }
 EXAONE4 = {"num_hidden_layers": 5, "sliding_window": 8, "head_dim": 32}
+GRANITE_SWA = {**GRANITE, "num_hidden_layers": 6, "sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2}
 GRANITE_MOE = {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3, "attention_bias": True}
 GRANITE_4 = {
     **GRANITE,
@@ -216,6 +217,41 @@ LATENT_ROPE = {
     "mscale": 0.8,
     "mscale_all_dim": 0.8,
 }
+MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+MISTRAL4 = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "pad_token_id": None}
+MINICPM3 = {"bos_token_id": 1, "eos_token_id": 2}
+AFMOE = {
+    **HEAD,
+    "num_hidden_layers": 5,
+    "num_dense_layers": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "sliding_window": 8,
+    "route_scale": 1.5,
+}
+MELLUM = {**HEAD, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "sliding_window": 8}
+LAGUNA = {
+    **HEAD,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "sliding_window": 8,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "moe_routed_scaling_factor": 2.5,
+}
+HY_V3 = {**HEAD, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+CWM = {**HEAD, "num_hidden_layers": 6, "sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2}
 HUNYUAN_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 MINIMAX = {"head_dim": 16, "intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 3}
 DOTS1 = {
@@ -292,6 +328,54 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granitemoe": ("granitemoe", {**BASE, **GRANITE_MOE, "tie_word_embeddings": False}),
     "granitemoe-tied": ("granitemoe", {**BASE, **GRANITE_MOE, "num_experts_per_tok": 1, "attention_bias": False}),
+    "cwm": ("cwm", {**BASE, **CWM}),
+    "cwm-listed": (
+        "cwm",
+        {
+            **BASE,
+            **CWM,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {**ROPES["llama3"], "rope_theta": 5e5},
+        },
+    ),
+    "arcee": ("arcee", {**BASE, "bos_token_id": 1, "eos_token_id": 2}),
+    "arcee-bias": (
+        "arcee",
+        {
+            **BASE,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {**ROPES["yarn"], "rope_theta": 1e4},
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "granite_swa": ("granite_swa", {**BASE, **GRANITE_SWA}),
+    "granite_swa-bases": (
+        "granite_swa",
+        {
+            **BASE,
+            **GRANITE_SWA,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "layer_rope_theta": [10000, 0, 500.0, 10000],
+            "mlp_bias": True,
+        },
+    ),
+    "granitemoe_swa": (
+        "granitemoe_swa",
+        {
+            **BASE,
+            **GRANITE_SWA,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 96,
+            "layer_rope_theta": [0, 1e4, 1e4, 1e4, 0, 1e4],
+        },
+    ),
     "granite": ("granite", {**BASE, **GRANITE}),
     "granite-bias": ("granite", {**BASE, **GRANITE, "attention_bias": True, "mlp_bias": True}),
     "gemma2": ("gemma2", {**BASE, **HEAD, "sliding_window": 8}),
@@ -326,6 +410,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_text-experts": (
         "gemma4_text",
         {**BASE, **GEMMA4, **GEMMA4_MOE, "attention_k_eq_v": True, "attention_bias": True},
+    ),
+    "vaultgemma": ("vaultgemma", {**BASE, **HEAD, "sliding_window": 8}),
+    "cohere": ("cohere", {**BASE, "bos_token_id": None, "eos_token_id": None}),
+    "cohere-bias": (
+        "cohere",
+        {
+            **BASE,
+            "attention_bias": True,
+            "logit_scale": 0.3,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
     ),
     "cohere2": ("cohere2", {**BASE, **COHERE2, "logit_scale": 0.3}),
     "cohere2-bias": (
@@ -393,6 +490,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "mistral3-mistral4": (
+        "mistral3",
+        {
+            "text_config": {
+                **BASE,
+                **LATENT,
+                **MISTRAL4,
+                "model_type": "mistral4",
+                "rope_parameters": {**MISTRAL4_ROPE},
+            },
+            "vision_config": {**EYE, **HEAD, "model_type": "pixtral", "image_size": 28},
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen3_vl": (
         "qwen3_vl",
         {
@@ -452,6 +563,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {**BASE, **HEAD}),
     "seed_oss-bias": ("seed_oss", {**BASE, **HEAD, "attention_bias": False, "mlp_bias": True}),
     "ernie4_5": ("ernie4_5", {**BASE, "head_dim": 32, "pad_token_id": None}),
+    "flex_olmo": ("flex_olmo", {**BASE, **OLMOE}),
+    "flex_olmo-normalized": ("flex_olmo", {**BASE, **OLMOE, "norm_topk_prob": True, "attention_bias": True}),
     "olmoe": ("olmoe", {**BASE, **OLMOE}),
     "olmoe-normalized": ("olmoe", {**BASE, **OLMOE, "num_key_value_heads": 4, "norm_topk_prob": True}),
     "qwen3_5_text": ("qwen3_5_text", {**BASE, **QWEN3_5}),
@@ -584,6 +697,42 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": LATENT_ROPE | {"mscale": 1.0},
         },
     ),
+    "mistral4": ("mistral4", {**BASE, **LATENT, **MISTRAL4, "rope_parameters": {**MISTRAL4_ROPE}}),
+    "mistral4-plain": (
+        "mistral4",
+        {
+            **BASE,
+            **LATENT,
+            **MISTRAL4,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.0,
+            "rope_interleave": False,
+            "rope_parameters": {**MISTRAL4_ROPE},
+        },
+    ),
+    "minicpm3": ("minicpm3", {**BASE, **LATENT, **MINICPM3, "v_head_dim": None}),
+    "minicpm3-longrope": (
+        "minicpm3",
+        {
+            **BASE,
+            **LATENT,
+            **MINICPM3,
+            "q_lora_rank": None,
+            "scale_emb": 3,
+            "scale_depth": None,
+            "dim_model_base": 32,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                **ROPES["longrope"],
+                "original_max_position_embeddings": MAX_LEN,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [1.0, 2.0, 3.0, 4.0],
+            },
+        },
+    ),
     "youtu": ("youtu", {**BASE, **LATENT, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2}),
     "ernie4_5_moe": ("ernie4_5_moe", {**BASE, **ERNIE_MOE}),
     "ernie4_5_moe-sparse": (
@@ -604,6 +753,56 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**BASE, "head_dim": 32, "tie_word_embeddings": True, "rope_parameters": HUNYUAN_ROPE},
     ),
     "hunyuan_v1_dense-bias": ("hunyuan_v1_dense", {**BASE, **HEAD, "attention_bias": True}),
+    "afmoe": ("afmoe", {**BASE, **AFMOE, "mup_enabled": True}),
+    "afmoe-step": (
+        "afmoe",
+        {**BASE, **AFMOE, "global_attn_every_n_layers": 2, "num_dense_layers": 0, "tie_word_embeddings": True},
+    ),
+    "mellum": (
+        "mellum",
+        {**BASE, **MELLUM, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "mellum-full": (
+        "mellum",
+        {
+            **BASE,
+            **MELLUM,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "norm_topk_prob": False,
+            "rope_parameters": {
+                "full_attention": {**ROPES["yarn"], "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "laguna": ("laguna", {**BASE, **LAGUNA}),
+    "laguna-layers": (
+        "laguna",
+        {
+            **BASE,
+            **LAGUNA,
+            "num_attention_heads_per_layer": [4, 6, 6],
+            "gating": "per-element",
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": {
+                "full_attention": {**ROPES["yarn"], "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+            },
+        },
+    ),
+    "hy_v3": ("hy_v3", {**BASE, **HY_V3}),
+    "hy_v3-listed": (
+        "hy_v3",
+        {
+            **BASE,
+            **HY_V3,
+            "attention_bias": True,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "num_shared_experts": 2,
+            "router_scaling_factor": 1.5,
+            "tie_word_embeddings": True,
+        },
+    ),
     "minimax_m2": ("minimax_m2", {**BASE, **MINIMAX, "rotary_dim": 8}),
     "minimax_m2-whole": ("minimax_m2", {**BASE, **MINIMAX, "head_dim": 32, "num_experts_per_tok": 1}),
     "glm": ("glm", {**BASE, **HEAD, "pad_token_id": None}),
@@ -661,6 +860,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_bias": True,
         },
     ),
+    "nemotron_h-latents": (
+        "nemotron_h",
+        {**BASE, **NEMOTRON_H, **NEMOTRON_H_MOE, "hybrid_override_pattern": "MEM*EM-", "moe_latent_size": 24},
+    ),
 }
 NATIVE = [name for name, (kind, _) in MODELS.items() if kind in MODEL_TYPES]
 PARTS = (
@@ -669,6 +872,7 @@ PARTS = (
     "gemma4_unified",
     "mistral3",
     "mistral3-ministral",
+    "mistral3-mistral4",
     "qwen3_vl",
     "qwen3_vl_moe",
     "glm4v",
@@ -719,6 +923,21 @@ FLOAT32_ONLY = (
     "dots1",
     "dots1-window",
     "nemotron_h-experts",
+    "nemotron_h-latents",
+    "granitemoe_swa",
+    "flex_olmo",
+    "flex_olmo-normalized",
+    "mistral4",
+    "mistral4-plain",
+    "mistral3-mistral4",
+    "afmoe",
+    "afmoe-step",
+    "mellum",
+    "mellum-full",
+    "laguna",
+    "laguna-layers",
+    "hy_v3",
+    "hy_v3-listed",
 )  # transformers' grouped products of experts refuse float64
 
 
@@ -768,8 +987,10 @@ def corrections(model: Any) -> list[torch.Tensor]:
 
 
 def _class(kind: str) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Mistral4Config, Mistral4ForCausalLM
 
+    # transformers knows the class, but finds it in models that also read images alone.
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     return AutoModelForImageTextToText if kind in PARTS else AutoModelForCausalLM
 
 
@@ -790,9 +1011,8 @@ def cache_groups(folder: Path) -> CacheGroups:
 def oracle(folder: Path, dtype: torch.dtype, implementation: str = "sdpa") -> Any:
     """The folder as transformers runs it."""
     kind = json.loads((folder / "config.json").read_text())["model_type"]
-    model = _class(kind).from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager" if kind in ("gpt_oss", "gemma2") else implementation
-    )
+    eager = kind in ("gpt_oss", "gemma2", "vaultgemma", "granite_swa", "granitemoe_swa")
+    model = _class(kind).from_pretrained(folder, dtype=dtype, attn_implementation="eager" if eager else implementation)
     return model.eval()
 
 

@@ -7,9 +7,10 @@ from typing import Any
 from ..bounds import MAX_SIZE
 from ..types import ModelError
 from . import gemma, granite, latent, nemotron, state_layers
-from .experts import CORRECTION, dots, ernie_moe, hunyuan_moe, minimax
+from .experts import CORRECTION, afmoe, dots, ernie_moe, glm4moe, gpt_oss, hunyuan_moe, minimax
 from .keys import Keys, windows_of
 from .names import (
+    AFMOE,
     GEMMA4,
     LAYER_NAMES,
     MIXTRAL_EXPERTS,
@@ -20,8 +21,7 @@ from .names import (
     SHARED_EXPERTS,
     Architecture,
 )
-from .scaling import LOG_MULTIPLIER, LONG_FACTORS, SHORT_FACTORS
-from .state_layers import check_sigmoids
+from .scaling import LOG_MULTIPLIER, longrope
 
 
 def _llama(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -52,39 +52,6 @@ def _qwen3moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 def _olmoe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     return {"num_experts": keys.number("expert_count"), "num_experts_per_tok": keys.number("expert_used_count")}
-
-
-def _gpt_oss(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    windows = [index % 2 == 0 for index in range(config["num_hidden_layers"])]
-    found = {
-        "num_local_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
-        "intermediate_size": keys.number("expert_feed_forward_length", config["intermediate_size"]),
-        **windows_of(keys.number("attention.sliding_window", 128), windows),
-    }
-    if "rope_scaling" in config:
-        found["rope_scaling"] = config["rope_scaling"] | {"truncate": False}
-    return found
-
-
-def _glm4moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    check_sigmoids(keys)
-    unused = keys.number("nextn_predict_layers", 0)
-    return {
-        "num_hidden_layers": config["num_hidden_layers"] - unused,
-        "num_nextn_predict_layers": unused,
-        "n_routed_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
-        "moe_intermediate_size": keys.number("expert_feed_forward_length"),
-        "n_shared_experts": keys.number("expert_shared_count", 1),
-        "first_k_dense_replace": keys.number("leading_dense_block_count", int("blk.0.ffn_up.weight" in keys.tensors)),
-        "n_group": keys.number("expert_group_count", 1),
-        "topk_group": keys.number("expert_group_used_count", 1),
-        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
-        "norm_topk_prob": keys.get("expert_weights_norm") is not False,
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.tensors,
-        "partial_rotary_factor": keys.number("rope.dimension_count", config["head_dim"]) / config["head_dim"],
-    }
 
 
 def _glm4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -126,8 +93,7 @@ def _three_of_four(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     layers, window = config["num_hidden_layers"], keys.number("attention.sliding_window", 0)
     if not window:
         return {}
-    windows = keys.flags("attention.sliding_window_pattern", layers) or [(i + 1) % 4 != 0 for i in range(layers)]
-    return windows_of(window, windows)
+    return windows_of(window, keys.windowed(layers, 4))
 
 
 def _olmo(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -155,21 +121,20 @@ def _phi3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     head_dim = config["head_dim"]
     rotated = keys.whole("rope.dimension_count", head_dim, head_dim)
     original = keys.number("rope.scaling.original_context_length", config["max_position_embeddings"])
-    found = {
+    return {
         "sliding_window": keys.number("attention.sliding_window", 0) or None,
         "partial_rotary_factor": rotated / head_dim,
         "original_max_position_embeddings": original,
+        **longrope(keys, rotated),
     }
-    if LONG_FACTORS in keys.tensors or SHORT_FACTORS in keys.tensors:
-        scaling = {
-            "rope_type": "longrope",
-            "long_factor": keys.floats(LONG_FACTORS, rotated // 2),
-            "short_factor": keys.floats(SHORT_FACTORS, rotated // 2),
-        }
-        if factor := keys.number("rope.scaling.attn_factor", 0):
-            scaling["attention_factor"] = factor
-        found["rope_scaling"] = scaling
-    return found
+
+
+def _arcee(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    return {"hidden_act": "relu2"}
+
+
+def _command_r(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    return {"logit_scale": keys.number("logit_scale"), "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.tensors}
 
 
 def _smollm3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -189,6 +154,7 @@ ARCHITECTURES = {
         has_experts=True,
     ),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", "qwen2"),  # the text part of Qwen2-VL and Qwen2.5-VL
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM",
@@ -295,14 +261,14 @@ ARCHITECTURES = {
     "gpt-oss": Architecture(
         "GptOssGguf",
         "gpt_oss",
-        _gpt_oss,
+        gpt_oss,
         names=LAYER_NAMES | QWEN_EXPERTS | {"ffn_gate_inp": "mlp.router"},
         has_experts=True,
     ),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM",
         "glm4_moe",
-        _glm4moe,
+        glm4moe,
         names=LAYER_NAMES | QWEN_EXPERTS | SHARED_EXPERTS | {"ffn_gate_inp": "mlp.gate"},
         rotates_partly=True,
         has_experts=True,
@@ -337,6 +303,34 @@ ARCHITECTURES = {
     ),
     "phi3": Architecture(
         "Phi3ForCausalLM", "phi3", _phi3, names=LAYER_NAMES | {"ffn_up": "mlp.gate_up_proj"}, rotates_partly=True
+    ),
+    "arcee": Architecture("ArceeForCausalLM", "arcee", _arcee, is_interleaved=True),
+    "afmoe": Architecture(
+        "AfmoeForCausalLM",
+        "afmoe",
+        afmoe,
+        names=LAYER_NAMES | QWEN_EXPERTS | SHARED_EXPERTS | AFMOE,
+        has_experts=True,
+    ),
+    "minicpm3": Architecture(
+        "MiniCPM3ForCausalLM",
+        "minicpm3",
+        latent.minicpm3,
+        names=latent.NAMES,
+        rotates_partly=True,
+        has_latents=True,
+    ),
+    "mistral4": Architecture(
+        "Mistral4Gguf",
+        "mistral4",
+        latent.mistral4,
+        names=latent.NAMES | {"ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj"},
+        rotates_partly=True,
+        has_experts=True,
+        has_latents=True,
+    ),
+    "command-r": Architecture(
+        "CohereForCausalLM", "cohere", _command_r, eps=("attention.layer_norm_epsilon", "layer_norm_eps")
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", _smollm3, is_interleaved=True),
     "granite": Architecture("GraniteForCausalLM", "granite", granite.granite, is_interleaved=True),

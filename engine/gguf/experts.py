@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .keys import Keys
+from ..types import ModelError
+from .keys import Keys, windows_of
 from .state_layers import check_sigmoids
 
 CORRECTION = {"exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias"}
@@ -51,4 +52,56 @@ def hunyuan_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         "num_experts": keys.number("expert_count"),
         "moe_topk": keys.number("expert_used_count"),
         "intermediate_size": keys.number("expert_feed_forward_length"),
+    }
+
+
+def gpt_oss(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    windows = keys.windowed(config["num_hidden_layers"], 2)
+    found = {
+        "num_local_experts": keys.number("expert_count"),
+        "num_experts_per_tok": keys.number("expert_used_count"),
+        "intermediate_size": keys.number("expert_feed_forward_length", config["intermediate_size"]),
+        **windows_of(keys.number("attention.sliding_window", 128), windows),
+    }
+    if "rope_scaling" in config:
+        found["rope_scaling"] = config["rope_scaling"] | {"truncate": False}
+    return found
+
+
+def glm4moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    check_sigmoids(keys)
+    unused = keys.number("nextn_predict_layers", 0)
+    return {
+        "num_hidden_layers": config["num_hidden_layers"] - unused,
+        "num_nextn_predict_layers": unused,
+        "n_routed_experts": keys.number("expert_count"),
+        "num_experts_per_tok": keys.number("expert_used_count"),
+        "moe_intermediate_size": keys.number("expert_feed_forward_length"),
+        "n_shared_experts": keys.number("expert_shared_count", 1),
+        "first_k_dense_replace": keys.number("leading_dense_block_count", int("blk.0.ffn_up.weight" in keys.tensors)),
+        "n_group": keys.number("expert_group_count", 1),
+        "topk_group": keys.number("expert_group_used_count", 1),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.get("expert_weights_norm") is not False,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.tensors,
+        "partial_rotary_factor": keys.number("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+    }
+
+
+def afmoe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    if keys.get("expert_gating_func") is not None:
+        check_sigmoids(keys)
+    layers, window = config["num_hidden_layers"], keys.number("attention.sliding_window", 0)
+    if not window:
+        raise ModelError(f"the GGUF file has no {keys.architecture}.attention.sliding_window")
+    return {
+        "num_experts": keys.number("expert_count"),
+        "num_experts_per_tok": keys.number("expert_used_count"),
+        "moe_intermediate_size": keys.number("expert_feed_forward_length"),
+        "num_shared_experts": keys.number("expert_shared_count", 0),
+        "num_dense_layers": keys.number("leading_dense_block_count", 0),
+        "route_scale": keys.number("expert_weights_scale", 0) or 1.0,
+        "route_norm": keys.get("expert_weights_norm") is True,
+        "mup_enabled": True,  # files have no key for it, and llama.cpp always scales embeddings
+        **windows_of(window, keys.windowed(layers, 4)),
     }

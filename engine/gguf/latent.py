@@ -8,7 +8,7 @@ from ..bounds import MAX_HEADS
 from ..types import ModelError
 from .keys import Keys
 from .names import LAYER_NAMES, QWEN_EXPERTS, SHARED_EXPERTS
-from .scaling import LOG_MULTIPLIER
+from .scaling import LOG_MULTIPLIER, longrope
 from .state_layers import SIGMOID
 
 NAMES = (
@@ -37,24 +37,7 @@ LOG_SCALE = 0.1
 def deepseek2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json. Older files have keys and values of each head in place of latents' sizes, and
     one tensor in place of k_b and v_b."""
-    rotated = keys.whole("rope.dimension_count", MAX_HEADS)
-    key = keys.whole("attention.key_length_mla", MAX_HEADS, config["head_dim"])
-    value = keys.whole("attention.value_length_mla", MAX_HEADS, keys.number("attention.value_length", key))
-    if key <= rotated:
-        raise ModelError(f"the GGUF file's {keys.architecture} has {rotated} of {key} numbers of a key rotated")
-    in_two = any(name.endswith(".attn_k_b.weight") for name in keys.tensors)
-    found: dict[str, Any] = {
-        "q_lora_rank": keys.number("attention.q_lora_rank", 0) or None,
-        "kv_lora_rank": keys.number("attention.kv_lora_rank"),
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": key - rotated,
-        "v_head_dim": value,
-        "num_key_value_heads": config["num_attention_heads"],
-    }
-    scaling = config.get("rope_scaling")
-    if scaling is not None and scaling["rope_type"] == "yarn":
-        both = keys.number(LOG_MULTIPLIER, 0) / LOG_SCALE
-        found["rope_scaling"] = scaling | ({"mscale": both, "mscale_all_dim": both} if both else {})
+    found = _sizes(keys, config)
     name = "Youtu"
     if experts := keys.number("expert_count", 0):
         name = "DeepseekV3" if _has_sigmoids(keys) else "DeepseekV2"
@@ -68,9 +51,56 @@ def deepseek2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     model_types = {"Youtu": "youtu", "DeepseekV3": "deepseek_v3", "DeepseekV2": "deepseek_v2"}
     return {
         **found,
-        "architectures": [f"{name}Gguf" if in_two else f"{name}ForCausalLM"],
+        "architectures": [f"{name}Gguf" if _in_two(keys) else f"{name}ForCausalLM"],
         "model_type": model_types[name],
     }
+
+
+def mistral4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json."""
+    if _has_sigmoids(keys):
+        raise ModelError(f"the GGUF file's {keys.architecture} must have a softmax over its experts")
+    found = _sizes(keys, config) | _experts(keys, config, keys.number("expert_count"))
+    if "rope_scaling" in found:
+        found["rope_scaling"]["llama_4_scaling_beta"] = keys.number("attention.temperature_scale", 0)
+    return {**found, "architectures": ["Mistral4Gguf" if _in_two(keys) else "Mistral4ForCausalLM"]}
+
+
+def minicpm3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json. The scales are the defaults, as in llama.cpp: files do not have them."""
+    heads, sizes = config["num_attention_heads"], _sizes(keys, config)
+    return {
+        **sizes,
+        "v_head_dim": config["hidden_size"] // heads,
+        **longrope(keys, sizes["qk_rope_head_dim"]),
+    }
+
+
+def _in_two(keys: Keys) -> bool:
+    """Return whether keys and values of each head have tensors of their own."""
+    return any(name.endswith(".attn_k_b.weight") for name in keys.tensors)
+
+
+def _sizes(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json for latents and their rotary scaling."""
+    rotated = keys.whole("rope.dimension_count", MAX_HEADS)
+    key = keys.whole("attention.key_length_mla", MAX_HEADS, config["head_dim"])
+    value = keys.whole("attention.value_length_mla", MAX_HEADS, keys.number("attention.value_length", key))
+    if key <= rotated:
+        raise ModelError(f"the GGUF file's {keys.architecture} has {rotated} of {key} numbers of a key rotated")
+    found: dict[str, Any] = {
+        "q_lora_rank": keys.number("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": keys.number("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": value,
+        "num_key_value_heads": config["num_attention_heads"],
+    }
+    scaling = config.get("rope_scaling")
+    if scaling is not None and scaling["rope_type"] == "yarn":
+        both = keys.number(LOG_MULTIPLIER, 0) / LOG_SCALE
+        found["rope_scaling"] = scaling | ({"mscale": both, "mscale_all_dim": both} if both else {})
+    return found
 
 
 def _has_sigmoids(keys: Keys) -> bool:

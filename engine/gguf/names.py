@@ -67,6 +67,12 @@ GEMMA4 = {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
 }
+AFMOE = {
+    "attn_gate": "self_attn.gate_proj",
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+}
 # Tensors whose names end otherwise in safetensors checkpoints than with "weight" or "bias".
 PARAMETERS = {
     "attn_sinks.weight": "self_attn.sinks",

@@ -24,6 +24,8 @@ NAMES = {
     "ffn_gate_inp": "mixer.gate",
     "ffn_up_exps": "mixer.experts.{}.up_proj",
     "ffn_down_exps": "mixer.experts.{}.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
     "ffn_up_shexp": "mixer.shared_experts.up_proj",
     "ffn_down_shexp": "mixer.shared_experts.down_proj",
 }
@@ -72,13 +74,12 @@ def nemotron_h(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 def nemotron_h_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     check_sigmoids(keys)
-    if latent := keys.number("moe_latent_size", 0):
-        raise ModelError(f"the GGUF file's {keys.architecture}.moe_latent_size of {latent} is not supported")
     return {
         **nemotron_h(keys, config),
         "n_routed_experts": keys.number("expert_count"),
         "num_experts_per_tok": keys.number("expert_used_count"),
         "moe_intermediate_size": keys.number("expert_feed_forward_length"),
+        "moe_latent_size": keys.number("moe_latent_size", 0) or None,
         "moe_shared_expert_intermediate_size": keys.number("expert_shared_feed_forward_length"),
         "norm_topk_prob": keys.get("expert_weights_norm") is not False,
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),

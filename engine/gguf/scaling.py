@@ -18,7 +18,10 @@ EXTRAPOLATION = "rope.scaling.yarn_ext_factor"  # a negative number leaves it to
 
 
 def scaling_of(keys: Keys, head_dim: int) -> dict[str, Any] | None:
-    """Return the rope_scaling of config.json, but for Phi-3's. Raises ModelError if the scaling is not supported."""
+    """Return the rope_scaling of config.json, but for that of `longrope`.
+
+    Raises ModelError if the scaling is not supported.
+    """
     if FACTORS in keys.tensors:
         factors = keys.floats(FACTORS, head_dim // 2)
         return {
@@ -29,7 +32,7 @@ def scaling_of(keys: Keys, head_dim: int) -> dict[str, Any] | None:
             "original_max_position_embeddings": keys.number("context_length"),
         }
     kind = keys.get("rope.scaling.type")
-    if keys.architecture == "phi3" and LONG_FACTORS in keys.tensors:
+    if keys.architecture in ("phi3", "minicpm3") and LONG_FACTORS in keys.tensors:
         return None
     if (value := keys.number(EXTRAPOLATION, 1.0)) not in (1.0, -1.0):
         raise ModelError(f"the GGUF file's {keys.architecture}.{EXTRAPOLATION} of {value:.6g} is not supported")
@@ -53,6 +56,23 @@ def scaling_of(keys: Keys, head_dim: int) -> dict[str, Any] | None:
     given = {name: keys.number(f"rope.scaling.yarn_{name}", 0) for name in ("beta_fast", "beta_slow")}
     given["attention_factor"] = attention
     return scaling | {name: value for name, value in given.items() if value}
+
+
+def longrope(keys: Keys, rotated: int) -> dict[str, Any]:
+    """Return the rope_scaling of config.json as its one key if the file lists factors for `rotated` numbers of a head.
+
+    Raises ModelError if the lists are not complete.
+    """
+    if LONG_FACTORS not in keys.tensors and SHORT_FACTORS not in keys.tensors:
+        return {}
+    scaling = {
+        "rope_type": "longrope",
+        "long_factor": keys.floats(LONG_FACTORS, rotated // 2),
+        "short_factor": keys.floats(SHORT_FACTORS, rotated // 2),
+    }
+    if factor := keys.number("rope.scaling.attn_factor", 0):
+        scaling["attention_factor"] = factor
+    return {"rope_scaling": scaling}
 
 
 def _attention_factor(keys: Keys, *, is_yarn: bool) -> float | None:

@@ -18,7 +18,7 @@ from . import mixer_shapes, sublayers
 from .architectures import architecture, native_architecture
 from .dummy import DummyWeights
 from .families import FAMILIES
-from .fitting import fit, product
+from .fitting import fit, product, with_dequantized
 from .forward import Forward, Outputs
 from .model import Model, Progress
 from .multimodal import text_part
@@ -33,7 +33,7 @@ def describe(folder: Path, config: EngineConfig) -> ModelSpec:
     source = read_config(folder)
     spec = _describe(folder, source, config, None)
     # That of a GGUF file has a list of the tensors, too.
-    return with_routers(spec, _checkpoint(folder, source)) if gguf.is_converted(folder) else spec
+    return _as_stored(spec, _checkpoint(folder, source)) if gguf.is_converted(folder) else spec
 
 
 def examine(folder: Path, config: EngineConfig) -> tuple[ModelSpec, Checkpoint]:
@@ -96,7 +96,7 @@ def _spec(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint
             if checkpoint is not None:
                 from .check import check
 
-                spec = with_routers(spec, checkpoint)
+                spec = _as_stored(spec, checkpoint)
                 check(spec, checkpoint)
             return spec
     if config.quantization != "none":
@@ -113,6 +113,11 @@ def _spec(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint
     from . import hf
 
     return hf.describe(folder, source, config, checkpoint)
+
+
+def _as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
+    """Return the spec with what the list of a checkpoint's tensors shows of its weights."""
+    return with_dequantized(with_routers(spec, checkpoint), checkpoint)
 
 
 def load(

@@ -21,7 +21,7 @@ from .mixers import make_mixer
 from .norms import RMSNorm, make_norm
 from .precision import LayerBits
 from .rope import Turn, rotate
-from .sigmoid import sigmoid
+from .sigmoid import gated
 from .spec import ModelSpec
 from .squared import Squared, first_layer
 
@@ -47,14 +47,14 @@ class Layer:
 
         hidden, self.shape, self.rows = spec.hidden_size, spec.shapes[index], spec.rows(index)
         self.cache, self.is_shared = cache, is_shared
-        (q_size, kv_size, _), dim = self.rows, self.shape.head_dim
+        (q_size, kv_size, _), dim, self.gates = self.rows, self.shape.head_dim, spec.gates(index)
         self._kernels: Kernels | None = None  # ours, once the layer is packed
         self.mixer = mixer = make_mixer(self.shape.mixer, hidden, spec.norm_eps, dtype, device)
         latent, on_gpu = self.shape.latent, model.on_gpu
         self.latent = None if latent is None else LatentAttention(latent, dtype, device, on_gpu=on_gpu)
         self.attention_norm, self.attention_after = norm(spec.norms.attention), norm(spec.norms.attention_after)
         of_qkv, of_output = spec.biases(index)
-        self.qkv = Linear(sum(self.rows), hidden, of_qkv, dtype, device)
+        self.qkv = Linear(self.gates + sum(self.rows), hidden, of_qkv, dtype, device)  # gates first
         self.q_norm = self.k_norm = self.v_norm = None
         if spec.qk_norm and mixer is None:
             together = spec.qk_norm == "all"
@@ -63,7 +63,7 @@ class Layer:
         if spec.norms_values and kv_size:  # without a weight in checkpoints
             self.v_norm = make_norm(dim, spec.norm_eps, dtype, device, spec.norm)
             self.v_norm.weight.fill_(1)
-        self.sinks = torch.empty(spec.num_heads, dtype=dtype, device=device) if spec.has_sinks else None
+        self.sinks = torch.empty(spec.heads(index), dtype=dtype, device=device) if spec.has_sinks else None
         self.output = Linear(hidden, spec.seen(index), of_output, dtype, device)
         self.output.scale = spec.scales.residual
         self.mlp_norm, self.mlp_after = map(norm, spec.norms_of(index)[2:])
@@ -91,7 +91,8 @@ class Layer:
             found = self.beside(self.down(self.gate_up(normed)), x)
             x = x + (found if self.mlp_after is None else self.mlp_after(found))
         elif self.experts is not None:
-            x = self.experts(normed, residual=x)
+            after = self.mlp_after
+            x = self.experts(normed, x) if after is None else x + after(self.experts(normed, torch.zeros_like(x)))
         elif self.has_mlp:
             x = _add(self.down, self.gate_up(normed), self.mlp_after, x)
         if self.input is not None and own_input is not None:
@@ -103,10 +104,11 @@ class Layer:
         if self.mixer is not None:
             return self.mixer(x, self.qkv(x), forward.states, self.cache)
         if self.latent is not None:
-            return self.latent(self.qkv(x), partial(self._turned, norm=None, turn=turn), forward, self.cache)
-        dim, parts = self.shape.head_dim, self.qkv(x).split(list(filter(None, self.rows)), dim=-1)
+            scale = None if turn is None else turn.query_scale
+            return self.latent(self.qkv(x), partial(self._turned, norm=None, turn=turn), scale, forward, self.cache)
+        dim, (gate, *parts) = self.shape.head_dim, self.qkv(x).split([self.gates, *filter(None, self.rows)], dim=-1)
         q, *own = (part.unflatten(-1, (-1, dim)) for part in parts)
-        q, gate = q.unflatten(1, (-1, 2)).unbind(2) if self.spec.gates_attention else (q, None)
+        q, gate = q.unflatten(1, (-1, 2)).unbind(2) if self.spec.gates_attention else (q, gate)
         q = self._turned(q, self.q_norm, turn)
         q = q if turn is None or turn.query_scale is None else q * turn.query_scale
         if self.shape.shares is not None:
@@ -115,8 +117,8 @@ class Layer:
             k, v = self._turned(own[0], self.k_norm, turn), _norm(self.v_norm, own[-1])
         if self.is_shared:
             kept[self.index] = k, v
-        seen = forward.attend(self.cache, q, k, v).flatten(1)
-        return seen if gate is None else seen * sigmoid(gate.flatten(1), self._kernels)
+        seen = forward.attend(self.cache, q, k, v)
+        return (gated(seen, gate, self.spec.head_gate, self._kernels) if self.spec.has_gates else seen).flatten(1)
 
     def _turned(self, x: Tensor, norm: RMSNorm | None, turn: Turn | None) -> Tensor:
         """Return queries or keys after their norm and their rotation: [tokens, heads, head_dim]."""
@@ -131,11 +133,10 @@ class Layer:
         layer, and gate and up of another, also where the checkpoint has a tensor for each."""
         prefix, inner, hidden = f"layers.{self.index}.", self.shape.inner, self.spec.hidden_size
         found: list[tuple[str, Linear, int, int]] = []
-        *into, out = self.spec.attention_names(self.index)
-        sizes = [sum(self.rows)] if len(into) == 1 else [rows for rows in self.rows if rows]
-        for name, rows, end in zip(into, sizes, accumulate(sizes), strict=True):
+        projections = self.spec.projections(self.index)
+        for (name, rows), end in zip(projections, accumulate(rows for _, rows in projections), strict=True):
             found.append((prefix + name, self.qkv, end - rows, end))
-        found.append((prefix + out, self.output, 0, hidden))
+        found.append((prefix + self.spec.output_name(self.index), self.output, 0, hidden))
         if self.has_mlp:
             *first, down = filter(None, self.spec.mlp)
             rows = self.spec.first_rows(inner) // len(first)

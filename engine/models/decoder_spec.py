@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from ..quantized.config import Weights
 from .experts import ExpertsSpec
-from .family import BEFORE, MLP, PLAIN, UNGATED, NormKind, NormNames
+from .family import BEFORE, MLP, PLAIN, UNGATED, HeadGate, NormKind, NormNames
 from .latent import LatentShape
 from .rope import Rope
 from .states import MixerShape
@@ -35,6 +35,7 @@ class LayerShape(NamedTuple):
     has_values: bool = True  # False: the projection of keys is that of values too
     shares: int | None = None  # the layer whose keys and values it attends to, in place of its own
     mixer: MixerShape | None = None  # what it has in place of attention, with a state in place of keys and values
+    heads: int = 0  # of queries; 0: as many as the model has
     latent: LatentShape | None = None  # of multi-head latent attention; kv_heads is 1 then, and head_dim that of keys
 
     @property
@@ -76,6 +77,7 @@ class DecoderSpec:
     mlp: tuple[str, str, str] = MLP  # see Family
     joins_qkv: bool = False  # see Family
     gates_attention: bool = False  # see Family
+    head_gate: HeadGate | None = None  # see Family
     is_interleaved: bool = False  # see Family
     rotates_wide: bool = False  # see Family
     wide_angles: bool = False  # see Family
@@ -100,7 +102,7 @@ class DecoderSpec:
             return "layers that keep states"
         if any(shape.latent is not None for shape in self.shapes):
             return "multi-head latent attention"
-        if self.gates_attention:
+        if self.has_gates:
             return "gates of attention"
         if any(shape.shares is not None for shape in self.shapes):
             return "layers that share keys and values"
@@ -138,6 +140,11 @@ class DecoderSpec:
         return tuple(own[index if shape.shares is None else shape.shares] for index, shape in enumerate(self.shapes))
 
     @property
+    def has_gates(self) -> bool:
+        """Whether what heads attend to is multiplied by gates."""
+        return self.gates_attention or self.head_gate is not None
+
+    @property
     def has_states(self) -> bool:
         """Whether there are layers that keep states in place of keys and values."""
         return any(shape.mixer is not None for shape in self.shapes)
@@ -165,7 +172,17 @@ class DecoderSpec:
         """Return the numbers of a token that a layer's output projection multiplies."""
         shape = self.shapes[layer]
         own = shape.mixer or shape.latent
-        return self.num_heads * shape.head_dim if own is None else own.seen
+        return self.heads(layer) * shape.head_dim if own is None else own.seen
+
+    def heads(self, layer: int) -> int:
+        """Return the number of a layer's query heads."""
+        return self.shapes[layer].heads or self.num_heads
+
+    def gates(self, layer: int) -> int:
+        """Return the rows of a layer's projection to gates, see HeadGate; 0: there is none."""
+        if self.head_gate is None or self.shapes[layer].mixer is not None:
+            return 0
+        return self.heads(layer) if self.head_gate.per_head else self.seen(layer)
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """Return the shape of a layer's experts; None: it has an MLP alone."""
@@ -193,26 +210,39 @@ class DecoderSpec:
 
     def layer_linears(self, index: int) -> Iterator[Weights]:
         """Yield the same of one layer, without the small ones that only checkpoints quantize."""
-        rows, hidden = self.rows(index), self.hidden_size
-        start = f"model.layers.{index}."
-        *into, out = (f"{start}{name}.weight" for name in self.attention_names(index))
-        yield tuple(into), (sum(rows),) if len(into) == 1 else tuple(filter(None, rows)), hidden
-        yield (out,), (hidden,), self.seen(index)
-        for first, down, inner in self._mlps(index):
+        start, hidden = f"model.layers.{index}.", self.hidden_size
+        names, rows = zip(*self.projections(index), strict=True)
+        yield tuple(f"{start}{name}.weight" for name in names), rows, hidden
+        yield (f"{start}{self.output_name(index)}.weight",), (hidden,), self.seen(index)
+        for first, down, inner, width in self._mlps(index):
             of_each = self.first_rows(inner) // len(first)
-            yield tuple(f"{start}{name}.weight" for name in first), (of_each,) * len(first), hidden
-            yield (f"{start}{down}.weight",), (hidden,), inner
+            yield tuple(f"{start}{name}.weight" for name in first), (of_each,) * len(first), width
+            yield (f"{start}{down}.weight",), (width,), inner
+        if (experts := self.experts_of(index)) is not None and experts.latent:
+            into, back = (f"{start}{name}.weight" for name in experts.latent_names)
+            yield (into,), (experts.latent,), hidden
+            yield (back,), (hidden,), experts.latent
         if (latent := self.shapes[index].latent) is not None and latent.query_rank:
             yield (f"{start}self_attn.q_b_proj.weight",), (latent.queries,), latent.query_rank
 
-    def attention_names(self, layer: int) -> tuple[str, ...]:
-        """Return the names of a layer's projections before attention, whose rows are those of `rows`, and after it."""
+    def projections(self, layer: int) -> list[tuple[str, int]]:
+        """Return the names and the rows of a layer's projections before attention, in the order of their results."""
+        rows = self.rows(layer)
         if (own := self.shapes[layer].mixer or self.shapes[layer].latent) is not None:
-            return own.names
-        if self.joins_qkv:
-            return "self_attn.qkv_proj", "self_attn.o_proj"
-        names = [name for name, count in zip("qkv", self.rows(layer), strict=True) if count]
-        return *(f"self_attn.{name}_proj" for name in names), "self_attn.o_proj"
+            names = own.names[:-1]
+        else:
+            names = ("self_attn.qkv_proj",) if self.joins_qkv else tuple(f"self_attn.{each}_proj" for each in "qkv")
+        if len(names) == 1:
+            found = [(names[0], sum(rows))]
+        else:
+            found = [(name, count) for name, count in zip(names, rows, strict=False) if count]
+        gates = self.gates(layer)
+        return found if self.head_gate is None or not gates else [(self.head_gate.name, gates), *found]
+
+    def output_name(self, layer: int) -> str:
+        """Return the name of a layer's projection after attention."""
+        own = self.shapes[layer].mixer or self.shapes[layer].latent
+        return "self_attn.o_proj" if own is None else own.names[-1]
 
     def head_weights(self) -> Iterator[tuple[str, int]]:
         """Yield the names of the weights of each head, which stay in the model's data type, and their numbers."""
@@ -233,17 +263,18 @@ class DecoderSpec:
             yield (f"{start}per_layer_input_gate.weight",), (self.inputs.size,), hidden
             yield (f"{start}per_layer_projection.weight",), (hidden,), self.inputs.size
 
-    def _mlps(self, layer: int) -> Iterator[tuple[tuple[str, ...], str, int]]:
-        """Yield the names of gate and up, that of down, and the intermediate size of a layer's MLP or experts."""
-        experts = self.experts_of(layer)
+    def _mlps(self, layer: int) -> Iterator[tuple[tuple[str, ...], str, int, int]]:
+        """Yield the names of gate and up, that of down, the intermediate size, and the size of the input, of a layer's
+        MLP or experts."""
+        experts, hidden = self.experts_of(layer), self.hidden_size
         if self.shapes[layer].inner and (experts is None or experts.is_beside):
-            yield tuple(filter(None, self.mlp[:2])), self.mlp[2], self.shapes[layer].inner
+            yield tuple(filter(None, self.mlp[:2])), self.mlp[2], self.shapes[layer].inner, hidden
         if experts is None:
             return
         for number in range(experts.count):
-            yield *experts.linears(number), experts.inner
+            yield *experts.linears(number), experts.inner, experts.latent or hidden
         if experts.shared:
-            yield *experts.shared_linears, experts.shared
+            yield *experts.shared_linears, experts.shared, hidden
 
     @property
     def widest(self) -> int:
@@ -263,7 +294,7 @@ class DecoderSpec:
         numbers, experts = self.layer_numbers(index), self.experts_of(index)
         if experts is None:
             return numbers
-        of_expert = (self.first_rows(experts.inner) + experts.inner) * self.hidden_size
+        of_expert = (self.first_rows(experts.inner) + experts.inner) * (experts.latent or self.hidden_size)
         return numbers - (experts.count - experts.active) * of_expert
 
     def num_params(self, vocab_size: int) -> int:

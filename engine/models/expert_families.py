@@ -2,11 +2,65 @@
 
 from __future__ import annotations
 
-from .family import ExpertKeys, Family
-from .state_families import EXPERT_NAMES, MIXTRAL_NAMES, SHARED_EXPERTS
+from .family import ExpertKeys, Family, HeadGate, NormKind, NormNames, ScaleKey, ScaleKeys, Stacking
+from .state_families import EXPERT_NAMES, MIXTRAL_NAMES, SHARED_EXPERT, SHARED_EXPERTS
 
 HUNYUAN_NAMES = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))
 EXPERT_FAMILIES = {
+    "OlmoeForCausalLM": Family(
+        only=(("clip_qkv", None),),
+        qk_norm="all",
+        max_positions=4096,
+        norm_eps=1e-5,
+        experts=ExpertKeys(
+            EXPERT_NAMES,
+            inner="intermediate_size",
+        ),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm="head",
+        kv_heads=4,
+        max_positions=32768,
+        experts=ExpertKeys(EXPERT_NAMES),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        qkv_bias=True,
+        output_bias=False,
+        kv_heads=16,
+        max_positions=32768,
+        experts=ExpertKeys(
+            EXPERT_NAMES,
+            shared=SHARED_EXPERT,
+            shared_inner="shared_expert_intermediate_size",
+            shared_gate="mlp.shared_expert_gate",
+        ),
+    ),
+    "Qwen3VLMoeTextModel": Family(
+        qk_norm="head",
+        max_positions=128000,
+        theta=500_000.0,
+        experts=ExpertKeys(
+            ("mlp.gate", "mlp.experts.{}.gate_up_proj", "", "mlp.experts.{}.down_proj"),
+            stacking=Stacking(transposed=True, may_fit=True),
+            is_normalized=True,
+        ),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        output_bias=False,
+        kv_heads=8,
+        qk_norm="head",
+        may_norm_qk=True,
+        max_positions=131072,
+        norm_eps=1e-5,
+        rotated_part=0.5,
+        experts=ExpertKeys(
+            EXPERT_NAMES,
+            normalizes=True,
+            has_sigmoids=True,
+            shared=SHARED_EXPERTS,
+            first_dense=1,
+        ),
+    ),
     "Ernie4_5_MoeForCausalLM": Family(
         qkv_bias=False,
         output_bias=False,
@@ -92,6 +146,118 @@ EXPERT_FAMILIES = {
             has_sigmoids=True,
             shared=SHARED_EXPERTS,
             first_dense=0,
+        ),
+    ),
+    # Trinity of Arcee.
+    "AfmoeForCausalLM": Family(
+        qkv_bias=False,
+        output_bias=False,
+        only=(
+            ("attention_bias", False),
+            ("score_func", "sigmoid"),
+            ("route_norm", True),
+            ("num_expert_groups", 1),
+            ("num_limited_groups", 1),
+        ),
+        head_dim=128,
+        qk_norm="head",
+        head_gate=HeadGate("self_attn.gate_proj"),
+        max_positions=16384,
+        window=1024,
+        window_step=4,
+        window_step_key="global_attn_every_n_layers",
+        rotating="windowed",
+        norm_eps=1e-5,
+        norms=NormNames("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
+        norm=NormKind(is_wide=True),
+        scales=ScaleKeys(embedding=ScaleKey("hidden_size", 1.0, 0.5, enabled="mup_enabled")),
+        renames=(
+            (".mlp.router.gate.", ".mlp.gate."),
+            (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
+        ),
+        experts=ExpertKeys(
+            EXPERT_NAMES,
+            is_normalized=True,
+            has_sigmoids=True,
+            scale_key="route_scale",
+            shared=SHARED_EXPERTS,
+            shared_count="num_shared_experts",
+            num_shared=2,
+            first_dense=1,
+            first_dense_key="num_dense_layers",
+        ),
+    ),
+    # Mellum 2 of JetBrains.
+    "MellumForCausalLM": Family(
+        qk_norm="head",
+        head_dim=128,
+        kv_heads=4,
+        max_positions=131072,
+        window=1024,
+        window_step=1,
+        theta=500_000.0,
+        local_rope=("", 10_000.0),
+        experts=ExpertKeys(EXPERT_NAMES, normalizes=True),
+    ),
+    # Laguna of Poolside.
+    "LagunaForCausalLM": Family(
+        qkv_bias=False,
+        output_bias=False,
+        only=(
+            ("attention_bias", False),
+            ("moe_apply_router_weight_on_input", False),
+            ("moe_router_logit_softcapping", 0.0),
+        ),
+        head_dim=128,
+        kv_heads=8,
+        heads_key="num_attention_heads_per_layer",
+        qk_norm="head",
+        head_gate=HeadGate("self_attn.g_proj", is_softplus=True, key="gating"),
+        max_positions=131072,
+        window=512,
+        window_step=1,
+        theta=500_000.0,
+        local_rope=("", 10_000.0),
+        rotated_part=1.0,
+        scaling=(("rope_type", "default"), ("partial_rotary_factor", 0.5)),
+        renames=(
+            (".mlp.experts.e_score", ".mlp.gate.e_score"),
+            (".mlp.shared_expert.", ".mlp.shared_experts."),
+        ),
+        experts=ExpertKeys(
+            EXPERT_NAMES,
+            is_normalized=True,
+            has_sigmoids=True,
+            scale_key="moe_routed_scaling_factor",
+            shared=SHARED_EXPERTS,
+            shared_inner="shared_expert_intermediate_size",
+            first_dense=1,
+        ),
+    ),
+    # Hunyuan 3.
+    "HYV3ForCausalLM": Family(
+        only=(("mlp_bias", False),),
+        head_dim=128,
+        kv_heads=8,
+        qk_norm="head",
+        max_positions=131072,
+        norm_eps=1e-5,
+        theta=11_158_840.0,
+        renames=(
+            (".mlp.router.gate.", ".mlp.gate."),
+            (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
+            (".mlp.e_score", ".mlp.gate.e_score"),
+            (".mlp.shared_mlp.", ".mlp.shared_experts."),
+        ),
+        experts=ExpertKeys(
+            EXPERT_NAMES,
+            is_normalized=True,
+            has_sigmoids=True,
+            scale=2.826,
+            scale_key="router_scaling_factor",
+            shared=SHARED_EXPERTS,
+            shared_count="num_shared_experts",
+            first_dense=1,
         ),
     ),
     "MiniMaxM2ForCausalLM": Family(

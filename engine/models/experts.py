@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,8 @@ class ExpertsSpec:
     epsilon: float = 1e-20  # see ExpertKeys
     is_beside: bool = False  # see ExpertKeys
     scale: float = 1.0  # of what the experts add to the residual stream
+    latent: int = 0  # size of the vectors with which they compute in place of the hidden state; 0: they do not
+    latent_names: tuple[str, str] = ("", "")  # of the projections to these vectors and back in checkpoints
     wide_router: bool = False  # the router's weight and logits are in float32, see spec.with_routers
 
     def linears(self, expert: int) -> tuple[tuple[str, ...], str]:
@@ -92,11 +95,15 @@ class Experts:
     ) -> None:
         self.spec = spec
         self.router = Linear(spec.count, hidden, spec.has_bias, torch.float32 if spec.wide_router else dtype, device)
+        width = spec.latent or hidden
         self.gate_ups = [
-            first_layer(spec.inner, hidden, dtype, device, activation, bias=spec.has_bias, clamp=spec.clamp)
+            first_layer(spec.inner, width, dtype, device, activation, bias=spec.has_bias, clamp=spec.clamp)
             for _ in range(spec.count)
         ]
-        self.downs = [Linear(hidden, spec.inner, spec.has_bias, dtype, device) for _ in range(spec.count)]
+        self.downs = [Linear(width, spec.inner, spec.has_bias, dtype, device) for _ in range(spec.count)]
+        self.latents: tuple[Linear, Linear] | None = None  # from the hidden state to latents, and back
+        if spec.latent:
+            self.latents = Linear(width, hidden, False, dtype, device), Linear(hidden, width, False, dtype, device)
         self.correction = None  # of the weights by which experts are chosen
         if spec.has_correction:
             self.correction = torch.empty(spec.count, dtype=torch.float32, device=device)
@@ -124,6 +131,19 @@ class Experts:
 
     def weighted(self, x: Tensor, residual: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return the same with these weights of each token's experts, and their numbers; see `route`."""
+        total = residual.to(weights.dtype)
+        if self.shared is not None:
+            gate_up, down = self.shared
+            total = total + self.gated(down(gate_up(x)), x)
+        if self.latents is None:
+            return self._added(total, x, weights, chosen).to(x.dtype)
+        into, back = self.latents
+        inner = into(x)
+        found = self._added(torch.zeros_like(inner, dtype=weights.dtype), inner, weights, chosen)
+        return (total + back(found.to(x.dtype))).to(x.dtype)
+
+    def _added(self, total: Tensor, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return total + the sum of weight * expert(x) over a token's experts: [tokens, hidden or latent]."""
         active = self.spec.active
         order = chosen.flatten().argsort(stable=True)  # the places of each expert's tokens
         results = x.new_empty(len(order), x.shape[1])
@@ -133,13 +153,9 @@ class Experts:
                 places = order[start : start + count]
                 results[places] = self.downs[expert](self.gate_ups[expert](x[places // active]))
                 start += count
-        total = residual.to(weights.dtype)
-        if self.shared is not None:
-            gate_up, down = self.shared
-            total = total + self.gated(down(gate_up(x)), x)
         for result, weight in zip(results.view(len(x), active, -1).unbind(1), weights.unbind(1), strict=True):
             total = total + result * weight.unsqueeze(1)
-        return total.to(x.dtype)
+        return total
 
     def gated(self, shared: Tensor, x: Tensor) -> Tensor:
         """Return the output of the MLP of all tokens, times the sigmoid of its gate if it has one."""
@@ -170,7 +186,7 @@ class Experts:
 
     def _described(self) -> Mixture | None:
         spec, routing = self.spec, self.spec.routing
-        if self._kernels is None or self.scales is not None:
+        if self._kernels is None or self.scales is not None or self.latents is not None:
             return None
         gates = [] if self.shared_gate is None else [self.shared_gate]
         linears = [self.router, *gates, *(self.shared or ()), *self.gate_ups, *self.downs]
@@ -238,6 +254,8 @@ class Experts:
             found.append((prefix + down, last, 0, len(last.weight)))
         if self.shared_gate is not None:
             found.append((prefix + self.spec.shared_gate, self.shared_gate, 0, 1))
+        for name, linear in zip(self.spec.latent_names, self.latents or (), strict=False):
+            found.append((prefix + name, linear, 0, len(linear.weight)))
         return found
 
     def targets(self, prefix: str) -> dict[str, Tensor]:
@@ -262,12 +280,15 @@ class Experts:
             linear.pack(kernels, wide=True, in_file=in_file.get(linear))
         shared = [] if self.shared is None else [self.shared]
         pairs = [*zip(self.gate_ups, self.downs, strict=True), *shared]
-        up = None if bits is None else Quantization(bits.others, importance, grouped=bits.grouped)
+        up = None if bits is None else partial(Quantization, bits.others, grouped=bits.grouped)
+        for linear in self.latents or ():
+            linear.pack(kernels, quantization=None if up is None else up(), in_file=in_file.get(linear))
         inner: list[Tensor | None] = [None] * len(pairs)  # the importance of the columns of each `down`
         for index, (gate_up, _) in enumerate(pairs):
+            columns = None if self.latents is not None and index < self.spec.count else importance
             if bits is not None and bits.down < 8:
-                inner[index] = gate_up.importance_after(importance, in_file.get(gate_up))
-            gate_up.pack(kernels, quantization=up, in_file=in_file.get(gate_up))
+                inner[index] = gate_up.importance_after(columns, in_file.get(gate_up))
+            gate_up.pack(kernels, quantization=None if up is None else up(columns), in_file=in_file.get(gate_up))
         for (_, last), columns in zip(pairs, inner, strict=True):
             down = None if bits is None else Quantization(bits.down, columns, grouped=bits.grouped)
             last.pack(kernels, quantization=down, in_file=in_file.get(last))

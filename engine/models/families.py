@@ -10,6 +10,7 @@ from .family import (
     AROUND,
     JOINED_MLP,
     ONCE,
+    UNGATED,
     ExpertKeys,
     Family,
     NormKind,
@@ -24,7 +25,6 @@ from .state_families import (
     GRANITE_EXPERTS,
     GRANITE_SCALES,
     MIXTRAL_NAMES,
-    SHARED_EXPERT,
     SHARED_EXPERTS,
     SHARED_MLP,
     STATE_FAMILIES,
@@ -108,6 +108,35 @@ FAMILIES = {
         window=4096,
         window_step=4,
         rotating="windowed_or_all",
+    ),
+    "CwmForCausalLM": Family(
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=True,
+        head_dim=128,
+        kv_heads=8,
+        max_positions=131072,
+        norm_eps=1e-5,
+        theta=1_000_000.0,
+        window=8192,
+        window_step=4,
+        opens_full=True,
+        scaling=(
+            ("rope_type", "llama3"),
+            ("rope_theta", 1_000_000.0),
+            ("factor", 16.0),
+            ("low_freq_factor", 1.0),
+            ("high_freq_factor", 4.0),
+            ("original_max_position_embeddings", 8192),
+        ),
+    ),
+    "ArceeForCausalLM": Family(
+        mlp=("", "mlp.up_proj", "mlp.down_proj"),
+        activation=("hidden_act", UNGATED),
+        only=(("hidden_act", UNGATED),),
+        mlp_bias=True,
+        max_positions=4096,
+        norm_eps=1e-5,
     ),
     "GraniteForCausalLM": Family(
         mlp_bias=True,
@@ -285,60 +314,6 @@ FAMILIES = {
         turns_first=True,
         renames=HUNYUAN_NAMES,
     ),
-    "OlmoeForCausalLM": Family(
-        only=(("clip_qkv", None),),
-        qk_norm="all",
-        max_positions=4096,
-        norm_eps=1e-5,
-        experts=ExpertKeys(
-            EXPERT_NAMES,
-            inner="intermediate_size",
-        ),
-    ),
-    "Qwen3MoeForCausalLM": Family(
-        qk_norm="head",
-        kv_heads=4,
-        max_positions=32768,
-        experts=ExpertKeys(EXPERT_NAMES),
-    ),
-    "Qwen2MoeForCausalLM": Family(
-        qkv_bias=True,
-        output_bias=False,
-        kv_heads=16,
-        max_positions=32768,
-        experts=ExpertKeys(
-            EXPERT_NAMES,
-            shared=SHARED_EXPERT,
-            shared_inner="shared_expert_intermediate_size",
-            shared_gate="mlp.shared_expert_gate",
-        ),
-    ),
-    "Qwen3VLMoeTextModel": Family(
-        qk_norm="head",
-        max_positions=128000,
-        theta=500_000.0,
-        experts=ExpertKeys(
-            ("mlp.gate", "mlp.experts.{}.gate_up_proj", "", "mlp.experts.{}.down_proj"),
-            stacking=Stacking(transposed=True, may_fit=True),
-            is_normalized=True,
-        ),
-    ),
-    "Glm4MoeForCausalLM": Family(
-        output_bias=False,
-        kv_heads=8,
-        qk_norm="head",
-        may_norm_qk=True,
-        max_positions=131072,
-        norm_eps=1e-5,
-        rotated_part=0.5,
-        experts=ExpertKeys(
-            EXPERT_NAMES,
-            normalizes=True,
-            has_sigmoids=True,
-            shared=SHARED_EXPERTS,
-            first_dense=1,
-        ),
-    ),
     "GptOssForCausalLM": Family(
         attention_bias=True,
         head_dim=64,
@@ -368,6 +343,7 @@ FAMILIES = {
         ),
     ),
 }
+FAMILIES |= EXPERT_FAMILIES
 # Mistral with windows on some layers, as transformers names it.
 FAMILIES["MinistralForCausalLM"] = FAMILIES["MistralForCausalLM"]
 # The text parts of models that read images, as transformers names them.
@@ -413,7 +389,57 @@ FAMILIES["GraniteMoeGguf"] = replace(
         shared_inner="shared_intermediate_size",
     ),
 )
-FAMILIES |= EXPERT_FAMILIES
+# Granite with windows and sinks.
+FAMILIES |= {
+    name: replace(
+        FAMILIES[plain],
+        mlp_bias=plain == "GraniteForCausalLM",
+        window=128,
+        window_step=4,
+        opens_full=True,
+        bases_key="layer_rope_theta",
+        has_sinks=True,
+        norm_eps=eps,
+        tied=tied,
+    )
+    for name, plain, eps, tied in (
+        ("GraniteSWAForCausalLM", "GraniteForCausalLM", 1e-5, True),
+        ("GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM", 1e-6, False),
+    )
+}
+# The experts of the second have the names of transformers' modules.
+FAMILIES["GraniteMoeSWAForCausalLM"] = replace(
+    FAMILIES["GraniteMoeSWAForCausalLM"],
+    experts=GRANITE_EXPERTS._replace(
+        names=(
+            "block_sparse_moe.router",
+            "block_sparse_moe.experts.{}.gate_up_proj",
+            "",
+            "block_sparse_moe.experts.{}.down_proj",
+        ),
+        shared=SHARED_MLP,
+        shared_inner="shared_intermediate_size",
+    ),
+)
+FAMILIES["VaultGemmaForCausalLM"] = replace(
+    FAMILIES["Gemma2ForCausalLM"], norms=NormNames("input_layernorm", None, "pre_feedforward_layernorm")
+)
+FAMILIES["FlexOlmoForCausalLM"] = replace(
+    FAMILIES["Olmo2ForCausalLM"],
+    max_positions=4096,
+    norm_eps=1e-6,
+    theta=500_000.0,
+    experts=ExpertKeys(EXPERT_NAMES, inner="intermediate_size"),
+)
+# Command R and Aya.
+FAMILIES["CohereForCausalLM"] = replace(
+    FAMILIES["Cohere2ForCausalLM"],
+    only=(("use_qk_norm", False),),
+    window=None,
+    window_step=None,
+    rotating="all",
+    theta=500_000.0,
+)
 # Families with layers that keep states.
 FAMILIES |= STATE_FAMILIES
 FAMILIES |= LATENT_FAMILIES

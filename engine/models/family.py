@@ -59,7 +59,8 @@ class ExpertKeys(NamedTuple):
     # from the best groups.
     reads_topk_method: bool = False
     groups: tuple[int, int] = (1, 1)  # defaults of n_group and topk_group
-    scale: float = 1.0  # default of routed_scaling_factor
+    scale: float = 1.0  # default of the next key, whose value the weights are multiplied by
+    scale_key: str = "routed_scaling_factor"
     corrects: bool = False  # with a softmax: experts are chosen by it plus a bias
     # Names of gate, up and down of the experts of all tokens, which are one MLP: of as many experts as the key
     # shared_count says, or of the size that the key shared_inner says.
@@ -67,6 +68,10 @@ class ExpertKeys(NamedTuple):
     shared_count: str = "n_shared_experts"
     num_shared: int = 1  # default of that key
     shared_inner: str = ""
+    # The key of the size of vectors with which experts compute in place of the hidden state, and the names of the
+    # projections to it and back; empty: they compute with the hidden state.
+    latent_key: str = ""
+    latent_names: tuple[str, str] = ("", "")
     shared_gate: str = ""  # the name of a projection to one number, by whose sigmoid that MLP's output is multiplied
     first_dense: int | None = None  # default of the next key: layers that have an MLP instead; None: it is not read
     first_dense_key: str = "first_k_dense_replace"
@@ -83,6 +88,17 @@ class ScaleKey(NamedTuple):
     name: str  # empty: the scale is the default
     default: float
     power: float = 1.0
+    factor: tuple[str, float] | None = None  # another key and a power, by which the scale is multiplied; null: it is 1
+    enabled: str = ""  # the key that says whether there is a scale; empty: there is
+
+
+class HeadGate(NamedTuple):
+    """A projection to gates, by which what each head attends to is multiplied."""
+
+    name: str  # in checkpoints
+    per_head: bool = False  # one number of each head, not one of each of its numbers
+    is_softplus: bool = False  # the gate is the softplus of the projection, else its sigmoid
+    key: str = ""  # the key of config.json that says per_head, see layer_kinds.head_gate; empty: none does
 
 
 class ScaleKeys(NamedTuple):
@@ -130,6 +146,7 @@ class Family:
     joins_qkv: bool = False  # Q, K and V are one tensor in checkpoints
     # Half of each query head's rows are its gate: what the head attends to is multiplied by the sigmoid of that.
     gates_attention: bool = False
+    head_gate: HeadGate | None = None
     # What layers that layer_types names have in place of attention, see delta.py, short_conv.py and mamba2.py; empty:
     # none have.
     mixer: Literal["", "linear", "conv", "mamba"] = ""
@@ -140,6 +157,7 @@ class Family:
     only: tuple[tuple[str, Any], ...] = ()
     head_dim: int | None = None  # None: hidden_size / heads
     kv_heads: int | None = None  # None: as many as heads
+    heads_key: str = ""  # the key of a list with the number of each layer's query heads, if layers may differ
     max_positions: int = 2048
     # Default of sliding_window, on the layers that layer_types names, or else on every one; 0: none, None: the keys are
     # not read.
@@ -170,10 +188,14 @@ class Family:
     has_layer_inputs: bool = False  # see layer_inputs.py; the keys of its sizes are read
     scales_layers: bool = False  # the result of each layer is multiplied by a weight of the checkpoint
     window_start: int | None = None  # without layer_types, default of max_window_layers, the first layer that has one
-    # Without layer_types every n-th layer has no window: n is sliding_window_pattern, with this default.
+    # Without layer_types every n-th layer has no window: n is the next key, with this default.
     window_step: int | None = None
+    window_step_key: str = "sliding_window_pattern"
+    opens_full: bool = False  # of n layers the first one has none, not the last one
     # Layers with a window have a rotary embedding of their own: key of its base, if there is one, and default.
     local_rope: tuple[str, float] | None = None
+    # The key of a list with the base of each layer's rotary embedding, 0: it has none; empty: there is no such key.
+    bases_key: str = ""
     # Default of partial_rotary_factor, the part of each head that is rotated; None: it must be 1.
     rotated_part: float | None = None
     rotated_key: str = ""  # of how many numbers these are, where partial_rotary_factor is missing

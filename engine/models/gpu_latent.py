@@ -50,6 +50,8 @@ class GPULatent:
         else:
             q = layer.queries(normed)
         q = q.unflatten(1, (shape.heads, shape.plain + shape.rotated))
+        if rotation is not None and rotation.query_scales is not None and not q.is_meta:
+            q.mul_(rotation.query_scales[rotation.positions // rotation.period][:, None, None])
         queries = q.new_empty(len(q), shape.heads, shape.key)
         multiply(q[..., : shape.plain], self._absorb, queries[..., : shape.rank], uniform=uniform)
         _rotate(shape, q, rotation, queries)
@@ -64,7 +66,7 @@ def _normalized(layer: LatentAttention, projected: Tensor, rotation: Rotation | 
     of_queries = layer.query_norm or layer.norm
     keys = projected.new_empty(tokens, shape.key)
     normed = projected.new_empty(tokens, shape.query_rank) if shape.query_rank else keys
-    assert projected.stride()[1] == 1 and not turn.period
+    assert projected.stride()[1] == 1
     launch(gpu_kernels("latents").normalize, (tokens, 2 if shape.query_rank else 1),
         projected, of_queries.gain, layer.norm.gain, turn.positions, turn.angles, normed, keys,
         of_queries.eps, layer.norm.eps, projected.stride()[0],

@@ -101,21 +101,25 @@ def _gate_constants(inner: int, activation: str, clamp: Clamp | None) -> dict[st
     return {"INNER": inner, "TILE": tile, **gate_constants(activation, clamp), "num_warps": warps(tile)}
 
 
-def gate_heads(seen: Tensor, qkv: Tensor) -> None:
-    """Multiply what each head has seen by the sigmoid of its gate, in place: [tokens, heads, head_dim].
+def gate_heads(seen: Tensor, gates: Tensor, *, is_softplus: bool = False) -> None:
+    """Multiply what each head has seen by the sigmoid, or the softplus, of its gate, in place: [tokens, heads,
+    head_dim].
 
-    qkv: [tokens, columns], where each query is followed by a gate of the same size.
+    gates: of the same shape, or [tokens, heads, 1], of which tokens and heads may have any stride.
     """
-    assert seen.is_contiguous() and qkv.stride()[1] == 1
     tokens, heads, dim = seen.shape
-    constants = _head_gate_constants(heads * dim, dim)
+    assert seen.is_contiguous() and gates.stride()[2] == 1 and gates.shape[2] in (1, dim)
+    constants = _head_gate_constants(heads * dim, dim, gates.shape[2] == 1, is_softplus)
     grid = tokens, -(-heads * dim // constants["TILE"])
     launch(gpu_kernels("layers").gate_heads, grid,
-        seen, qkv, qkv.stride()[0], constants=constants, **dependence(seen.device),
+        seen, gates, *gates.stride()[:2], constants=constants, **dependence(seen.device),
     )  # fmt: skip
 
 
 @functools.cache
-def _head_gate_constants(numbers: int, dim: int) -> dict[str, Any]:
+def _head_gate_constants(numbers: int, dim: int, per_head: bool, is_softplus: bool) -> dict[str, Any]:
     tile = min(GATE_TILE, power_of_two(numbers))
-    return {"NUMBERS": numbers, "DIM": dim, "TILE": tile, "num_warps": warps(tile)}
+    return {
+        "NUMBERS": numbers, "DIM": dim, "PER_HEAD": per_head, "SOFTPLUS": is_softplus, "TILE": tile,
+        "num_warps": warps(tile),
+    }  # fmt: skip

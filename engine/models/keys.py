@@ -39,3 +39,11 @@ def number(source: Mapping[str, Any], key: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
         raise ModelError(f"config.json: {key} must be a number, not {shown(repr(value))}")
     return float(value)
+
+
+def positive(source: Mapping[str, Any], key: str, default: float) -> float:
+    """Return a number above 0, or the default if the key is missing. Raises ModelError."""
+    value = number(source, key, default)
+    if not value > 0:
+        raise ModelError(f"config.json: {key} must be positive, not {shown(value)}")
+    return value

@@ -78,6 +78,7 @@ def read(source: Mapping[str, Any], defaults: Mapping[str, int], heads: int, *, 
     def size(key: str, maximum: int) -> int:
         return whole(source, key, defaults.get(key), maximum=maximum)
 
+    hidden = whole(source, "hidden_size")
     has_two_ranks = source.get("q_lora_rank", defaults.get("q_lora_rank")) is not None
     rotated = size("qk_rope_head_dim", MAX_HEADS)
     if rotated % 2:
@@ -88,7 +89,7 @@ def read(source: Mapping[str, Any], defaults: Mapping[str, int], heads: int, *, 
         rank=size("kv_lora_rank", MAX_RANK),
         plain=size("qk_nope_head_dim", MAX_HEADS),
         rotated=rotated,
-        value=size("v_head_dim", MAX_HEADS),
+        value=whole(source, "v_head_dim", defaults.get("v_head_dim", max(1, hidden // heads)), maximum=MAX_HEADS),
         in_two=in_two,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .family import ExpertKeys, Family
+from .family import ExpertKeys, Family, ScaleKey, ScaleKeys, Stacking
 from .state_families import EXPERT_NAMES, SHARED_EXPERTS
 
 EXPERTS = ExpertKeys(
@@ -62,10 +62,61 @@ LATENT_FAMILIES |= {
         norm_eps=1e-5,
         experts=EXPERTS._replace(first_dense=1, groups=(1, 1), scale=1.8),
     ),
+    # The weights of experts are a softmax. The best of several groups are chosen as in no other family.
+    "Mistral4ForCausalLM": replace(
+        DEEPSEEK,
+        only=(("attention_bias", False), ("n_group", 1), ("topk_group", 1)),
+        latent=(
+            ("q_lora_rank", 1024),
+            ("kv_lora_rank", 256),
+            ("qk_nope_head_dim", 64),
+            ("qk_rope_head_dim", 64),
+            ("v_head_dim", 128),
+        ),
+        max_positions=1048576,
+        scaling=(
+            ("rope_type", "yarn"),
+            ("rope_theta", 10_000.0),
+            ("factor", 128.0),
+            ("original_max_position_embeddings", 8192),
+            ("mscale", 1.0),
+            ("mscale_all_dim", 1.0),
+            ("llama_4_scaling_beta", 0.1),
+        ),
+        scales_queries=True,
+        experts=ExpertKeys(
+            ("mlp.gate", "mlp.experts.{}.gate_up_proj", "", "mlp.experts.{}.down_proj"),
+            stacking=Stacking(),
+            normalizes=True,
+            reads_topk_method=True,
+            shared=SHARED_EXPERTS,
+            first_dense=0,
+        ),
+    ),
+    "MiniCPM3ForCausalLM": replace(
+        DEEPSEEK,
+        only=(("attention_bias", False), ("mlp_bias", False)),
+        latent=(  # the default of v_head_dim is hidden_size / heads
+            ("q_lora_rank", 768),
+            ("kv_lora_rank", 256),
+            ("qk_nope_head_dim", 64),
+            ("qk_rope_head_dim", 32),
+        ),
+        is_interleaved=False,
+        max_positions=32768,
+        norm_eps=1e-5,
+        tied=True,
+        scales=ScaleKeys(
+            embedding=ScaleKey("scale_emb", 12.0),
+            residual=ScaleKey("scale_depth", 1.4, factor=("num_hidden_layers", -0.5)),
+            logits=ScaleKey("dim_model_base", 256.0, factor=("hidden_size", -1.0)),
+        ),
+        experts=None,
+    ),
     "YoutuForCausalLM": replace(DEEPSEEK, max_positions=131072, tied=True, experts=None),
 }
 # In GGUF files, in which the projections of latents to keys and to values are two tensors.
 LATENT_FAMILIES |= {
     f"{name}Gguf": replace(LATENT_FAMILIES[f"{name}ForCausalLM"], latent_in_two=True)
-    for name in ("DeepseekV3", "DeepseekV2", "Youtu")
+    for name in ("DeepseekV3", "DeepseekV2", "Mistral4", "Youtu")
 }

@@ -47,17 +47,25 @@ class LatentAttention:
         self.absorb: Products | None = None  # from a head's queries to those of latents
         self.expand: Products | None = None  # from latents to a head's values
 
-    def __call__(self, projected: Tensor, turned: Callable[[Tensor], Tensor], forward: Forward, cache: int) -> Tensor:
+    def __call__(
+        self,
+        projected: Tensor,
+        turned: Callable[[Tensor], Tensor],
+        query_scale: Tensor | None,
+        forward: Forward,
+        cache: int,
+    ) -> Tensor:
         """Return what all heads read, [tokens, heads * value], for the projections of x: [tokens, rows].
 
-        `turned` rotates parts of queries and keys: [tokens, heads, rotated].
+        `turned` rotates parts of queries and keys: [tokens, heads, rotated]. `query_scale`: [tokens, 1, 1].
         """
         assert self.absorb is not None and self.expand is not None
         shape = self.shape
         q, latent, key = projected.split([shape.rows[0], shape.rank, shape.rotated], -1)
         if self.queries is not None and self.query_norm is not None:
             q = self.queries(self.query_norm(q))
-        plain, rotated = q.unflatten(-1, (shape.heads, -1)).split([shape.plain, shape.rotated], -1)
+        q = q.unflatten(-1, (shape.heads, -1))
+        plain, rotated = (q if query_scale is None else q * query_scale).split([shape.plain, shape.rotated], -1)
         latent = self.norm(latent).unsqueeze(1)
         keys = torch.cat([latent, turned(key.unsqueeze(1))], -1)
         seen = forward.attend(cache, torch.cat([self.absorb(plain), turned(rotated)], -1), keys, latent)

@@ -1,5 +1,5 @@
-"""What a config.json says of the layers of a native decoder: what they cannot be, their sizes, windows, rotary
-embeddings and experts."""
+"""What a config.json says of the layers of a native decoder: what they cannot be, their sizes, windows and rotary
+embeddings."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from typing import Any
 
 import torch
 
-from ..bounds import MAX_EXPERTS, MAX_HEADS, MAX_SIZE
+from ..bounds import MAX_HEADS, MAX_SIZE
 from ..files import shown
 from ..types import ModelError
 from . import latent, mixer_shapes
 from .decoder_spec import InputsSpec, LayerShape, Scales
-from .experts import SOFTMAX, ExpertsSpec, Routing
-from .family import UNGATED, ExpertKeys, Family, ScaleKey
-from .keys import count_of, number, whole
-from .layers import ACTIVATIONS, Clamp
+from .family import UNGATED, Family, HeadGate, ScaleKey
+from .keys import count_of, number, positive, whole
+from .layers import ACTIVATIONS
 from .rope import SCALINGS, Rope, read_rope, rope_parameters, scaling_type
 
 MAX_PERIODS = 1 << 12  # after which the scale of queries grows; there is a table of them
 KINDS = {"full_attention", "sliding_attention"}
-EXPERT_COUNTS = "num_experts", "n_routed_experts", "moe_num_experts"
-METHODS = "greedy", "group_limited_greedy"  # of topk_method
 
 
 def unsupported(source: Mapping[str, Any], architecture: str, family: Family) -> str | None:
@@ -31,7 +28,7 @@ def unsupported(source: Mapping[str, Any], architecture: str, family: Family) ->
     activation = activation_of(source, family)
     if not isinstance(activation, str):
         raise ModelError(f"config.json: the activation must be a name, not {shown(activation)}")
-    if activation not in ACTIVATIONS and (activation != UNGATED or not family.has_sublayers):
+    if activation not in ACTIVATIONS and (activation != UNGATED or family.mlp[0]):
         return f"the native implementation has no activation '{shown(activation)}'"
     bidirectional = source.get("use_bidirectional_attention")
     if source.get("is_causal") is False or (bidirectional and bidirectional != "vision"):
@@ -56,7 +53,7 @@ def unsupported(source: Mapping[str, Any], architecture: str, family: Family) ->
         if scaling not in SCALINGS or (scaling == "proportional" and family.rotated_part is not None):
             return f"the native implementation has no rotary scaling '{shown(scaling)}'"
         part = _rotated_part(source, parameters, 1.0)
-        if family.rotated_part is None and part != 1 and scaling != "proportional":
+        if family.rotated_part is None and part not in (1, _latent_part(source, family)) and scaling != "proportional":
             return f"the native implementation has no partial rotary embeddings for {architecture}"
     return None
 
@@ -69,6 +66,14 @@ def _rotated_part(source: Mapping[str, Any], parameters: Mapping[str, Any], defa
     if not 0 < part <= 1:
         raise ModelError(f"config.json: {key} must be above 0 and at most 1, not {shown(part)}")
     return part
+
+
+def _latent_part(source: Mapping[str, Any], family: Family) -> float:
+    """Return the part of each head that is rotated in latent attention; 1: there is none."""
+    if family.latent is None:
+        return 1.0
+    rotated, plain = (whole(source, key, dict(family.latent)[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
+    return rotated / (rotated + plain)
 
 
 def _by_layer(source: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -112,7 +117,7 @@ def inner(source: Mapping[str, Any], family: Family) -> int:
     size, multiple = 2 * size // 3, whole(source, "block_multiple_of", 256, maximum=MAX_SIZE)
     if source.get("block_ffn_dim_multiplier", 1.0) is None:
         return max(1, size)
-    size = max(1, -(-int(_positive(source, "block_ffn_dim_multiplier", 1.0) * size) // multiple)) * multiple
+    size = max(1, -(-int(positive(source, "block_ffn_dim_multiplier", 1.0) * size) // multiple)) * multiple
     if size > MAX_SIZE:
         raise ModelError(
             f"config.json: block_ffn_dim_multiplier makes an intermediate size of {size}, above {MAX_SIZE}"
@@ -148,8 +153,8 @@ def windows(
     kinds = source.get("layer_types")
     if kinds is None:
         if family.window_step is not None:
-            step = whole(source, "sliding_window_pattern", family.window_step)
-            found = [window if (layer + 1) % step else None for layer in range(num_layers)]
+            step = whole(source, family.window_step_key, family.window_step)
+            found = [window if (layer + (not family.opens_full)) % step else None for layer in range(num_layers)]
             return (*found[:-1], None) if family.layers_differ else tuple(found)
         if not family.layer_windows and family.window_start is None:
             return (window,) * num_layers
@@ -177,6 +182,8 @@ def shapes(
         heads = whole(source, "num_attention_heads", maximum=MAX_HEADS)
         sizes = latent.read(source, dict(family.latent), heads, in_two=family.latent_in_two)
         return (plain._replace(kv_heads=1, head_dim=sizes.key, latent=sizes),) * len(windows)
+    if family.heads_key:
+        return _with_heads(source, family.heads_key, plain, len(windows))
     if not family.layers_differ:
         return (plain,) * len(windows)
     is_joined = bool(source.get("attention_k_eq_v", False))
@@ -199,6 +206,15 @@ def shapes(
     return tuple(found)
 
 
+def _with_heads(source: Mapping[str, Any], key: str, plain: LayerShape, num_layers: int) -> tuple[LayerShape, ...]:
+    """Return the sizes of layers that may each have a number of query heads of its own."""
+    if (listed := source.get(key)) is None:
+        return (plain,) * num_layers
+    if not isinstance(listed, list) or len(listed) != num_layers:
+        raise ModelError(f"config.json: {key} must list the heads of all {num_layers} layers")
+    return tuple(plain._replace(heads=whole({key: each}, key, maximum=MAX_HEADS)) for each in listed)
+
+
 def _listed(listed: Any, plain: LayerShape, num_layers: int) -> list[LayerShape]:
     """Return the sizes of layers of which per_layer_config says how they differ."""
     found = [plain] * num_layers
@@ -215,6 +231,17 @@ def _listed(listed: Any, plain: LayerShape, num_layers: int) -> list[LayerShape]
             kv_heads=whole(sizes, "num_key_value_heads", plain.kv_heads, maximum=MAX_HEADS),
         )
     return found
+
+
+def head_gate(source: Mapping[str, Any], family: Family) -> HeadGate | None:
+    """Return the projection to gates of what heads attend to; None: there is none."""
+    gate = family.head_gate
+    if gate is None or not gate.key:
+        return gate
+    kind = source.get(gate.key, True)
+    if kind is not True and kind not in ("per-head", "per-element"):
+        raise ModelError(f"config.json: {gate.key} must be true, per-head or per-element, not {shown(repr(kind))}")
+    return gate._replace(per_head=kind != "per-element")
 
 
 def inputs(source: Mapping[str, Any]) -> InputsSpec | None:
@@ -241,15 +268,14 @@ def ropes(
         default = family.rotated_part
         if source.get(family.rotated_key) is not None:
             default = whole(source, family.rotated_key, maximum=head_dim) / head_dim
-        head_dim = int(head_dim * _rotated_part(source, rope_parameters(source), default))
-        if head_dim % 2 or not head_dim:
-            raise ModelError(
-                f"config.json: partial_rotary_factor rotates {head_dim} numbers of a head, not an even number"
-            )
+        if family.local_rope is None:  # else they are read for each type of layers
+            head_dim = _even(int(head_dim * _rotated_part(source, rope_parameters(source), default)))
     positions = whole(source, "max_position_embeddings", family.max_positions)
     if family.scaling and not rope_parameters(source):
         parameters = dict(family.scaling)
         source = {**source, "rope_parameters": {"full_attention": parameters} if family.local_rope else parameters}
+    if (bases := _bases(source, family, len(windows))) is not None:
+        return _with_bases(source, bases, head_dim, positions, family.theta)
     if family.local_rope is None:
         rope = read_rope(source, head_dim, positions, theta=family.theta)
         if family.scales_queries:
@@ -260,16 +286,43 @@ def ropes(
         return (rope,), tuple(0 if turns else -1 for turns in rotates)
     everywhere, windowed = _by_layer(source, family)
     base, default = family.local_rope
-    bases = source.get("rope_theta") or family.theta, source.get(base) or default
+    thetas = source.get("rope_theta") or family.theta, source.get(base) or default
     turns = tuple(0 if window is None else 1 for window in windows)
     both = []
-    for turn, (theta, parameters) in enumerate(zip(bases, (everywhere, windowed), strict=True)):
+    for turn, (theta, parameters) in enumerate(zip(thetas, (everywhere, windowed), strict=True)):
         sizes = {shape.head_dim for shape, own in zip(shapes, turns, strict=True) if own == turn} or {head_dim}
         if len(sizes) > 1:
             raise ModelError("config.json: layers of one type must have heads of one size")
         given = {**source, "rope_scaling": None, "rope_parameters": {"rope_theta": theta, **parameters}}
-        both.append(read_rope(given, sizes.pop(), positions))
+        part = 1.0 if family.rotated_part is None else _rotated_part({}, parameters, 1.0)
+        both.append(read_rope(given, _even(int(sizes.pop() * part)), positions))
     return tuple(both), turns
+
+
+def _bases(source: Mapping[str, Any], family: Family, num_layers: int) -> list[float] | None:
+    """Return the base of each layer's rotary embedding, 0: it has none; None: all have one."""
+    if not family.bases_key or (listed := source.get(family.bases_key)) is None:
+        return None
+    if not isinstance(listed, list) or len(listed) != num_layers:
+        raise ModelError(f"config.json: {family.bases_key} must list the bases of all {num_layers} layers")
+    return [number({family.bases_key: each}, family.bases_key, 0.0) for each in listed]
+
+
+def _with_bases(
+    source: Mapping[str, Any], bases: Sequence[float], head_dim: int, positions: int, theta: float
+) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+    """Return a rotary embedding for each base, and for each layer the index of its own or -1."""
+    found, parameters = sorted({base for base in bases if base}), rope_parameters(source)
+    each = ({**source, "rope_scaling": {**parameters, "rope_theta": base}} for base in found or [theta])
+    turns = tuple(found.index(base) if base else -1 for base in bases)
+    return tuple(read_rope(given, head_dim, positions) for given in each), turns
+
+
+def _even(rotated: int) -> int:
+    """Return how many numbers of a head are rotated. Raises ModelError if they are not pairs."""
+    if rotated % 2 or not rotated:
+        raise ModelError(f"config.json: partial_rotary_factor rotates {rotated} numbers of a head, not an even number")
+    return rotated
 
 
 def _with_scaled_queries(source: Mapping[str, Any], rope: Rope) -> Rope:
@@ -283,7 +336,7 @@ def _with_scaled_queries(source: Mapping[str, Any], rope: Rope) -> Rope:
 def scores(source: Mapping[str, Any], family: Family, shape: LayerShape, rope: Rope) -> tuple[float, float | None]:
     """Return the scale and the cap of the scores of a layer's attention."""
     default = shape.head_dim**-0.5 if shape.latent is None else latent.scale(shape.latent, rope)
-    scale = _scale(source, family.scales.scores, default)
+    scale = scale_of(source, family.scales.scores, default)
     return scale, None if family.caps is None else _cap(source, "attn_logit_softcapping", family.caps[0])
 
 
@@ -292,122 +345,25 @@ def scales(source: Mapping[str, Any], family: Family, hidden: int, dtype: torch.
     # As in transformers: in bfloat16 the square root of 3072 is 55.5.
     size = torch.tensor(hidden**0.5, dtype=torch.float32).to(dtype).item() if family.scales_by_size else 1.0
     return Scales(
-        embedding=_scale(source, family.scales.embedding, size),
-        residual=_scale(source, family.scales.residual, 1.0),
-        logits=_scale(source, family.scales.logits, 1.0),
+        embedding=scale_of(source, family.scales.embedding, size),
+        residual=scale_of(source, family.scales.residual, 1.0),
+        logits=scale_of(source, family.scales.logits, 1.0),
         cap=None if family.caps is None else _cap(source, "final_logit_softcapping", family.caps[1]),
     )
 
 
-def _scale(source: Mapping[str, Any], key: ScaleKey | None, default: float) -> float:
+def scale_of(source: Mapping[str, Any], key: ScaleKey | None, default: float) -> float:
     if key is None or not key.name:
         return default if key is None else key.default
-    return float(_positive(source, key.name, key.default) ** key.power)
+    if key.enabled and not source.get(key.enabled, False):
+        return 1.0
+    if key.factor is None:
+        return float(positive(source, key.name, key.default) ** key.power)
+    name, power = key.factor
+    if source.get(key.name, key.default) is None:
+        return 1.0
+    return float(positive(source, key.name, key.default) ** key.power * whole(source, name) ** power)
 
 
 def _cap(source: Mapping[str, Any], key: str, default: float | None) -> float | None:
-    return None if source.get(key, default) is None else _positive(source, key, default or 0.0)
-
-
-def _positive(source: Mapping[str, Any], key: str, default: float) -> float:
-    value = number(source, key, default)
-    if not value > 0:
-        raise ModelError(f"config.json: {key} must be positive, not {shown(value)}")
-    return value
-
-
-def experts(source: Mapping[str, Any], family: Family, num_layers: int) -> ExpertsSpec | None:
-    """Return the shape of a family's experts; None: there are none."""
-    keys = family.experts
-    if keys is None:
-        return None
-    if keys.enabled and not source.get(keys.enabled, False):
-        return None
-    given = next((key for key in EXPERT_COUNTS if key in source), "num_local_experts")
-    source = _with_one(_with_one(source, given), keys.active)
-    count = whole(source, given, maximum=MAX_EXPERTS)
-    if count * num_layers > MAX_EXPERTS:
-        raise ModelError(f"config.json: {num_layers} layers of {count} experts are more than {MAX_EXPERTS} experts")
-    only = source.get("mlp_only_layers") or []
-    if not isinstance(only, list):
-        raise ModelError(f"config.json: mlp_only_layers must be a list, not {shown(only)}")
-    if (kinds := source.get("mlp_layer_types")) is not None:  # comes before the other keys
-        if not isinstance(kinds, list) or len(kinds) != num_layers or {*map(repr, kinds)} - {"'dense'", "'sparse'"}:
-            raise ModelError(
-                f"config.json: mlp_layer_types must be a list with dense or sparse for each of the {num_layers} layers"
-            )
-        only = [index for index, kind in enumerate(kinds) if kind == "dense"]
-    step = whole(source, keys.step, 1)
-    last = source.get(keys.last, -1) if keys.last else -1
-    last = num_layers - 1 if last == -1 else count_of(source, keys.last, 0)
-    is_normalized = keys.is_normalized
-    if is_normalized is None:
-        is_normalized = bool(source.get("norm_topk_prob", keys.normalizes))
-    first_dense = 0
-    if keys.first_dense is not None and kinds is None:
-        first_dense = count_of(source, keys.first_dense_key, keys.first_dense)
-    inner, active = whole(source, keys.inner, maximum=MAX_SIZE), whole(source, keys.active, maximum=count)
-    return ExpertsSpec(
-        count=count,
-        active=active,
-        inner=inner,
-        is_normalized=is_normalized,
-        dense=frozenset(
-            index
-            for index in range(num_layers)
-            if not first_dense <= index <= last or index in only or (index + 1) % step
-        ),
-        names=keys.names,
-        has_bias=keys.has_bias,
-        clamp=_clamp(source) if keys.clamp else None,
-        is_beside=keys.is_beside,
-        scale=_scale(source, family.scales.residual, 1.0),
-        routing=_routing(source, count, active, keys),
-        corrects=keys.corrects,
-        shared=_shared(source, keys, inner),
-        shared_gate=keys.shared_gate,
-        epsilon=keys.epsilon,
-        shared_names=keys.shared or ("", "", ""),
-    )
-
-
-def _shared(source: Mapping[str, Any], keys: ExpertKeys, inner: int) -> int:
-    """Return the intermediate size of the MLP beside the experts; 0: there is none."""
-    if keys.shared is None:
-        return 0
-    if keys.shared_inner:
-        return count_of(source, keys.shared_inner, 0, maximum=MAX_SIZE)
-    return inner * count_of(source, keys.shared_count, keys.num_shared, maximum=MAX_SIZE // inner)
-
-
-def _with_one(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return config.json with one value of a key that may have a list with the same one for each layer."""
-    listed = source.get(key)
-    if not isinstance(listed, list):
-        return source
-    if not listed or any(each != listed[0] for each in listed):
-        raise ModelError(f"config.json: {key} must be the same for all layers")
-    return {**source, key: listed[0]}
-
-
-def _routing(source: Mapping[str, Any], count: int, active: int, keys: ExpertKeys) -> Routing:
-    if not keys.has_sigmoids and not keys.reads_topk_method:
-        return SOFTMAX
-    scale = _positive(source, "routed_scaling_factor", keys.scale)
-    if keys.reads_topk_method:
-        method = source.get("topk_method") or METHODS[0]
-        if method not in METHODS:
-            raise ModelError(f"config.json: topk_method must be {' or '.join(METHODS)}, not {shown(method)}")
-        if method == METHODS[0]:
-            return Routing(keys.has_sigmoids, scale=scale)
-    groups = whole(source, "n_group", keys.groups[0], maximum=count)
-    if count % groups or (groups > 1 and count < 2 * groups):
-        raise ModelError(f"config.json: {count} experts cannot be divided into {groups} groups of two or more")
-    kept = whole(source, "topk_group", keys.groups[1], maximum=groups)
-    if active > kept * (count // groups):
-        raise ModelError(f"config.json: {kept} of {groups} groups have fewer than {active} experts")
-    return Routing(keys.has_sigmoids, groups, kept, scale)
-
-
-def _clamp(source: Mapping[str, Any]) -> Clamp:
-    return Clamp(_positive(source, "swiglu_limit", 7.0), _positive(source, "swiglu_alpha", 1.702))
+    return None if source.get(key, default) is None else positive(source, key, default or 0.0)

@@ -45,7 +45,12 @@ TEXT_PARTS = {
     "Glm4vForConditionalGeneration": TextPart({"glm4v_text": "Glm4vTextModel"}, tied=False),
     "Glm4vMoeForConditionalGeneration": TextPart({"glm4v_moe_text": "Glm4vMoeTextModel"}, tied=False),
     "Mistral3ForConditionalGeneration": TextPart(
-        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}, tied=True
+        {
+            "mistral": "MistralForCausalLM",
+            "ministral3": "Ministral3ForCausalLM",
+            "mistral4": "Mistral4ForCausalLM",
+        },
+        tied=True,
     ),
     "Qwen3_5ForConditionalGeneration": TextPart({"qwen3_5_text": "Qwen3_5ForCausalLM"}, tied=False),
     "Qwen3_5MoeForConditionalGeneration": TextPart({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, tied=False),
@@ -61,6 +66,7 @@ PLACES = (
     ("model.language_model.", "lm_head.weight"),
     ("language_model.model.", "language_model.lm_head.weight"),
 )
+NESTED = tuple(prefix for prefix, _ in PLACES[1:])  # prefixes where there are other parts
 
 
 def text_part(source: dict[str, Any]) -> dict[str, Any]:
@@ -77,10 +83,8 @@ def text_part(source: dict[str, Any]) -> dict[str, Any]:
     found = part.kinds.get(kind) if isinstance(kind, str) else None
     if found is None:
         return source
-    if source.get("quantization_config"):
-        raise ModelError(f"quantized weights of {name} are not supported: use the unquantized version of the model")
     # What the whole says of these keys overrides its text part.
-    keys = "dtype", "torch_dtype", "tie_word_embeddings"
+    keys = "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"
     shared = {key: source[key] for key in keys if source.get(key) is not None}
     tied = {"tie_word_embeddings": part.tied}
     return {**tied, **part.defaults, **text, **shared, "architectures": [found]}

@@ -101,7 +101,8 @@ class OnGPU:
         return "" if all(mixer.is_capturable for mixer in mixers) else "torch computes layers that keep states"
 
     def run(self, forward: Forward) -> Tensor:
-        longest, positions = cast(Plan, forward.plan).meta.max_seq, forward.positions
+        meta, positions = cast(Plan, forward.plan).meta, forward.positions
+        longest, slots = meta.max_seq, meta.slot_mapping
         rotations = {turn: rotation_of(self._rotaries[turn], self._decoder, positions, longest) for turn in self._turns}
         x = self._embedding.rows(forward.ids)  # the residual stream, updated in place
         inputs = None if self._inputs is None else self._inputs(forward.ids, x)
@@ -124,8 +125,9 @@ class OnGPU:
             added, after = before_residual(layer.output, tiles.output, seen, x), layer.attention_after
             scale = layer.scale
             if experts is not None and layer.beside is None:
-                experts.add_to(x, normalized(x, added, layer.mlp_norm, after))
-                added, after = None, None
+                normed, after = normalized(x, added, layer.mlp_norm, after), layer.mlp_after
+                added = None if after is None else torch.zeros_like(x)
+                experts.add_to(x if added is None else added, normed, slots)
                 continue
             if not layer.has_mlp:
                 continue
@@ -136,7 +138,7 @@ class OnGPU:
                 inner = after_norm(layer.gate_up, tiles.gate_up, x, added, layer.mlp_norm, activation=act, after=after)
             added, after = before_residual(layer.down, tiles.down, inner, x), layer.mlp_after
             if experts is not None and layer.beside is not None and added is not None:
-                added = with_experts(layer.beside, experts, added, x)
+                added = with_experts(layer.beside, experts, added, x, slots)
             if layer.input is not None and inputs is not None:
                 add(x, added, after)
                 added, after = own_input(layer.input, x, inputs[layer.index], act), layer.input.norm
@@ -154,17 +156,29 @@ def _attend(
     if isinstance(own, GPULatent):
         return own.attend(qkv, rotation, backend, cache, plan)
     normalize_together(layer, qkv)
-    gated = layer.spec.gates_attention
-    seen = backend.attend_qkv(cache, qkv, rotation, own, plan, gated=gated)
-    if gated:
-        gate_heads(seen, qkv)
+    heads = qkv[:, layer.gates :] if layer.gates else qkv
+    seen = backend.attend_qkv(cache, heads, rotation, own, plan, gated=layer.spec.gates_attention)
+    if (gates := gates_of(layer, qkv)) is not None:
+        gate_heads(seen, gates, is_softplus=layer.spec.head_gate is not None and layer.spec.head_gate.is_softplus)
     return seen.flatten(1)
 
 
-def with_experts(beside: Beside, experts: RoutedExperts, mlp: Tensor, x: Tensor) -> Tensor:
-    """Return the output of an MLP with that of the experts beside it, as Beside does; x: the residual stream."""
+def gates_of(layer: Layer, qkv: Tensor) -> Tensor | None:
+    """Return the gates of each head in the results of the projections before attention, [tokens, heads, head_dim] or
+    [tokens, heads, 1]; None: it has none."""
+    if layer.spec.gates_attention:
+        return qkv[:, : layer.rows[0]].unflatten(1, (-1, 2, layer.shape.head_dim))[:, :, 1]
+    if not layer.gates:
+        return None
+    heads = layer.spec.heads(layer.index)
+    return qkv[:, : layer.gates].unflatten(1, (heads, layer.gates // heads))
+
+
+def with_experts(beside: Beside, experts: RoutedExperts, mlp: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+    """Return the output of an MLP with that of the experts beside it, as Beside does; x: the residual stream. `slots`:
+    see RoutedExperts."""
     total, found = add_norm(mlp, None, beside.of_mlp), torch.zeros_like(x)
-    experts.compute(found, add_norm(x, None, beside.before), *experts.route(add_norm(x, None, beside.of_router)))
+    experts.compute(found, add_norm(x, None, beside.before), *experts.route(add_norm(x, None, beside.of_router), slots))
     add(total, found, beside.after)
     return total
 

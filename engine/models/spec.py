@@ -19,9 +19,10 @@ from ..gguf import folder as gguf
 from ..gguf.forms import FORMS, stored_type
 from ..kernels.blocks import FORMATS, blocks_bytes
 from ..kernels.matmul import quantized_bytes
+from ..quantized import locations
 from ..quantized.config import Scheme, TypeOf, count_blocks, parse
 from ..types import ConfigError, ModelError
-from . import layer_kinds, multimodal, sublayers
+from . import expert_shapes, layer_kinds, multimodal, sublayers
 from .architectures import architecture, native_architecture
 from .decoder_spec import DecoderSpec, LayerShape, sinks_name
 from .families import FAMILIES
@@ -162,8 +163,11 @@ class ModelSpec:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of the weights, in sentences."""
-        if self.is_part:
-            return (f"of {self.architecture} the text part is served: requests with images are refused",)
+        part = f"of {self.architecture} the text part is served: requests with images are refused"
+        return (part, *self._weights_notes) if self.is_part else self._weights_notes
+
+    @property
+    def _weights_notes(self) -> tuple[str, ...]:
         if self.dequantized:
             size, dtype = self.dequantized * self.dtype.itemsize, str(self.dtype).removeprefix("torch.")
             shown_size = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
@@ -230,10 +234,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     source = read_json(path)
     if source is None:
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
-    quantization = source.get("quantization_config")
-    if quantization and not gguf.is_converted(folder):
-        parse(quantization)
-    return source
+    if gguf.is_converted(folder) or not (quantization := locations.find(folder, source)):
+        return source
+    parse(quantization)
+    return source | {"quantization_config": quantization}
 
 
 def choose_dtype(source: Mapping[str, Any], config: EngineConfig) -> torch.dtype:
@@ -318,8 +322,9 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
     rotates = layer_kinds.rotates(source, family, num_layers)
     windows = layer_kinds.windows(source, family, num_layers, rotates)
     shapes = layer_kinds.shapes(source, family, plain, windows)
-    if uneven := next((shape.kv_heads for shape in shapes if heads % shape.kv_heads), None):
-        raise ModelError(f"config.json: {heads} attention heads cannot share {uneven} key-value heads evenly")
+    if uneven := next((shape for shape in shapes if (shape.heads or heads) % shape.kv_heads), None):
+        own = uneven.heads or heads
+        raise ModelError(f"config.json: {own} attention heads cannot share {uneven.kv_heads} key-value heads evenly")
     ropes, turns = layer_kinds.ropes(source, family, shapes, rotates, windows)
     # Where only some layers have scaled embeddings, max_position_embeddings is the scaled length already.
     max_len = ropes[0].longest if len(ropes) == 1 else ropes[0].max_positions
@@ -352,9 +357,10 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         mlp=family.mlp,
         joins_qkv=family.joins_qkv,
         gates_attention=family.gates_attention,
+        head_gate=layer_kinds.head_gate(source, family),
         has_sinks=family.has_sinks,
         unused_layers=count_of(source, "num_nextn_predict_layers", 0, maximum=MAX_LAYERS),
-        experts=layer_kinds.experts(source, family, num_layers),
+        experts=expert_shapes.experts(source, family, num_layers),
     )
     vocab_size = whole(source, "vocab_size", maximum=MAX_SIZE)
     num_params = decoder.num_params(vocab_size)
@@ -371,7 +377,7 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         dtype=dtype,
         layers=[
             AttentionLayer(
-                heads,
+                shape.heads or heads,
                 shape.kv_heads,
                 shape.head_dim,
                 shape.v_head_dim,
@@ -405,7 +411,11 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         return None if found is None else found.blocks_type(columns)
 
     def scheme(name: str) -> Scheme | None:
-        return stored.scheme(original(name, renames))
+        if not is_part or not name.startswith("model."):
+            return stored.scheme(original(name, renames))
+        # Which name such checkpoints have is not known yet; lists of plain weights have the one or the other.
+        found = [stored.scheme(prefix + name.removeprefix("model.")) for prefix in multimodal.NESTED]
+        return None if None in found else found[0]
 
     return spec.stored_as(type_of, scheme)
 

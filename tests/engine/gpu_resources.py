@@ -221,12 +221,12 @@ def latent(
             yield f"heads {rows} by {columns}, {tile.tokens} tokens", heads.multiply, (types, constants), warps_of
 
 
-def store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype) -> Arguments:
+def store(layer: AttentionLayer, dtype: torch.dtype, cache: torch.dtype, *, arch: int) -> Arguments:
     signature = {"k_ptr": "*" + NAMES[dtype], "v_ptr": "*" + NAMES[dtype], "slots_ptr": "*i64"}
     signature |= {"cache_ptr": "*" + NAMES[cache], "scales_ptr": "*fp32" if cache in LARGEST else "*" + NAMES[cache]}
     constants = {
         "DIM": layer.head_dim, "V_DIM": layer.stored_v_dim, "DIM_P": padded(layer.head_dim),
-        "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "SCALED": cache in LARGEST,
+        "V_DIM_P": padded(layer.v_head_dim), "BLOCK": 16, "SCALED": cache in LARGEST, "DEPENDENT": arch >= 90,
     }  # fmt: skip
     return signature, constants
 
@@ -320,11 +320,11 @@ def row_products(
 def chosen(count: int, active: int, *, arch: int) -> Arguments:
     """Return the types of the arguments and the constants of the choice of experts."""
     signature = {"logits_ptr": "*fp32", "correction_ptr": "*fp32", "weights_ptr": "*fp32", "chosen_ptr": "*i32"}
-    signature["scales_ptr"] = "*bf16"
+    signature |= {"scales_ptr": "*bf16", "slots_ptr": "*i64"}
     constants = {
         "EXPERTS": count, "ACTIVE": active, "ACTIVE_P": power_of_two(active),
         "GROUPS": 8, "GROUPS_P": 8, "KEPT": 4, "SIZE_P": power_of_two(count // 8),
-        "SIGMOID": True, "CORRECT": True, "NORMALIZE": True, "SCALES": True, "DEPENDENT": arch >= 90,
+        "SIGMOID": True, "CORRECT": True, "NORMALIZE": True, "EPSILON": 1e-20, "SCALES": True, "DEPENDENT": arch >= 90,
     }  # fmt: skip
     return signature | {"scale": "fp32"}, constants
 
@@ -336,13 +336,16 @@ def arranged(count: int, tokens: int, *, arch: int) -> Arguments:
 
 
 def gate_heads(numbers: int, dtype: torch.dtype, *, arch: int) -> Arguments:
-    signature = {"seen_ptr": "*" + NAMES[dtype], "qkv_ptr": "*" + NAMES[dtype]}
-    return signature, {"NUMBERS": numbers, "DIM": 128, "TILE": GATE_TILE, "DEPENDENT": arch >= 90}
+    signature = {"seen_ptr": "*" + NAMES[dtype], "gates_ptr": "*" + NAMES[dtype]}
+    constants = {"NUMBERS": numbers, "DIM": 128, "PER_HEAD": False, "SOFTPLUS": False}
+    return signature, {**constants, "TILE": GATE_TILE, "DEPENDENT": arch >= 90}
 
 
 def combined(hidden: int, active: int, dtype: torch.dtype, *, arch: int) -> Arguments:
-    signature = dict.fromkeys(("x_ptr", "results_ptr", "shared_ptr"), "*" + NAMES[dtype]) | {"weights_ptr": "*fp32"}
-    return signature, {"SIZE": hidden, "TILE": GATE_TILE, "ACTIVE": active, "SHARED": True, "DEPENDENT": arch >= 90}
+    pointers = ("x_ptr", "results_ptr", "shared_ptr", "gates_ptr")
+    signature = dict.fromkeys(pointers, "*" + NAMES[dtype]) | {"weights_ptr": "*fp32"}
+    constants = {"SIZE": hidden, "TILE": GATE_TILE, "ACTIVE": active, "SHARED": True, "GATED": True}
+    return signature, constants | {"DEPENDENT": arch >= 90}
 
 
 def mixer(shape: MixerShape, dtype: torch.dtype, *, arch: int) -> Iterator[tuple[Any, Arguments, dict[str, int]]]:
@@ -476,7 +479,8 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, Arguments, Any]]:
             for kind in ("decode", "decode of few", "chunk", "uniform", *decodes):
                 arguments, shape = attend(each, dtype, cache, kind=kind, arch=arch)
                 yield f"{kind} {label}", attention.attend, arguments, shape
-            yield f"store {label}", storing.store, store(each, dtype, cache), 1
+            stored = store(each, dtype, cache, arch=arch)
+            yield f"store {label}", storing.store, stored, warps(stored[1]["DIM_P"])
             if each.head_dim != each.v_head_dim:
                 continue  # such keys are not rotated there
             arguments = rotate_store(each, dtype, cache, arch=arch)

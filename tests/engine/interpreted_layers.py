@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -157,9 +158,13 @@ def test_what_heads_have_seen_is_multiplied_by_the_sigmoid_of_their_gates(heads,
     torch.manual_seed(dim)
     seen, qkv = torch.randn(3, heads, dim).to(dtype), 4 * torch.randn(3, (2 * heads + 2) * dim).to(dtype)
     gates = qkv[:, : 2 * heads * dim].view(3, heads, 2, dim)[:, :, 1]
-    want = seen * gates.sigmoid()
-    gate_heads(seen, inside(qkv))
+    want, own = seen * gates.sigmoid(), seen.clone()
+    gate_heads(seen, inside(qkv)[:, : 2 * heads * dim].view(3, heads, 2, dim)[:, :, 1])
     torch.testing.assert_close(seen, want, rtol=1e-6 if dtype == torch.float32 else 2e-3, atol=1e-7)
+    # Each head has one gate, in the first columns.
+    want = own * functional.softplus(qkv[:, :heads, None].float()).to(dtype)
+    gate_heads(own, inside(qkv)[:, :heads, None], is_softplus=True)
+    torch.testing.assert_close(own, want, rtol=1e-6 if dtype == torch.float32 else 2e-3, atol=1e-7)
 
 
 def test_gates_of_large_numbers_are_finite():
@@ -366,7 +371,8 @@ def test_the_final_norm_is_one_call(tmp_path, monkeypatch):
         "llama-yarn", "llama-bias", "mistral", "qwen3", "gemma2", "gemma3_text", "granite", "smollm3", "glm4", "olmo3",
         "hunyuan_v1_dense", "ministral3", "cohere2", "gemma4_text-small", "qwen3_5_text", "qwen3_5_moe_text",
         "lfm2-bias", "lfm2_moe", "granitemoehybrid-mamba", "nemotron_h", "nemotron_h-experts", "deepseek_v2",
-        "deepseek_v3-groups", "youtu",
+        "deepseek_v3-groups", "youtu", "mistral4", "mistral4-plain", "minicpm3", "arcee-bias", "afmoe", "mellum",
+        "laguna", "laguna-layers", "granite_swa-bases", "flex_olmo", "nemotron_h-latents",
     ],
 )  # fmt: skip
 def test_steps_equal_those_in_torch(tmp_path, name):
@@ -470,7 +476,7 @@ def test_a_layer_takes_one_device_call_for_each_kernel_and_product(tmp_path, mon
     "name",
     [
         "youtu", "deepseek_v2-groups", "deepseek_v3-groups", "glm4_moe", "qwen3", "qwen2_moe", "gemma2", "nemotron_h",
-        "nemotron_h-experts",
+        "nemotron_h-experts", "nemotron_h-latents", "mistral4", "mistral4-plain", "afmoe", "laguna", "flex_olmo",
     ],
 )  # fmt: skip
 def test_a_step_takes_no_more_launches_than_the_plan_counts(tmp_path, monkeypatch, name):

@@ -53,6 +53,12 @@ EXECUTORS = {
     "gemma": Eager,
     "internlm3-bias": Fused,
     "helium": Eager,
+    "cwm": Fused,
+    "arcee-bias": Fused,
+    "minicpm3": Eager,
+    "cohere-bias": Eager,
+    "vaultgemma": Eager,
+    "granite_swa-bases": Eager,
 }
 
 
@@ -448,6 +454,84 @@ def test_queries_of_ministral3_are_scaled_by_their_position():
             spec_of("ministral3", rope_parameters={**rope, **change})
     with pytest.raises(ModelError, match="llama_4_scaling_beta must be a number, not 'x'"):
         spec_of("ministral3", rope_parameters={**rope, "llama_4_scaling_beta": "x"})
+
+
+# -- families with few differences ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["cwm", "granite_swa"])
+def test_the_first_of_four_layers_has_no_window_if_the_config_does_not_say_which(kind):
+    assert windows(spec_of(kind, num_hidden_layers=5, sliding_window=9)) == [None, 9, 9, 9, None]
+
+
+@pytest.mark.parametrize("kind", ["mellum", "laguna"])
+def test_layers_have_windows_only_if_the_config_says_which(kind):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    assert windows(spec_of(kind, **sizes, num_hidden_layers=2)) == [None, None]
+    kinds = ["sliding_attention", "full_attention"]
+    assert windows(spec_of(kind, **sizes, num_hidden_layers=2, layer_types=kinds, sliding_window=9)) == [9, None]
+
+
+def test_layers_of_laguna_have_their_own_numbers_of_heads_and_of_rotated_numbers():
+    spec = spec_of("laguna", **MODELS["laguna-layers"][1])
+    assert spec is not None and spec.decoder is not None
+    assert [(layer.num_heads, layer.num_kv_heads) for layer in spec.layers] == [(4, 2), (6, 2), (6, 2)]
+    assert [spec.decoder.gates(layer) for layer in range(3)] == [64, 96, 96]
+    assert [rope.head_dim for rope in spec.decoder.ropes] == [8, 12] and spec.decoder.turns == (0, 1, 1)
+
+
+def test_scales_of_minicpm3_follow_from_its_sizes():
+    spec = spec_of("minicpm3", num_hidden_layers=4, hidden_size=64, scale_depth=1.4, dim_model_base=32)
+    assert spec is not None and spec.decoder is not None
+    assert spec.decoder.scales[:3] == pytest.approx((12.0, 0.7, 0.5))
+    spec = spec_of("minicpm3", scale_depth=None, dim_model_base=None)
+    assert spec is not None and spec.decoder is not None and spec.decoder.scales[1:3] == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("laguna", {"gating": False}, "gating must be true, per-head or per-element, not False"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 4]}, "num_attention_heads_per_layer must list the heads"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 5, 4]}, "5 attention heads cannot share 2 key-value heads"),
+        ("granite_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta must list the bases of all 6 layers"),
+        ("granite_swa", {"layer_rope_theta": [1e4, "x"] * 3}, "layer_rope_theta must be a number, not 'x'"),
+        ("afmoe", {"route_scale": 0}, "route_scale must be positive, not 0"),
+        ("minicpm3", {"scale_depth": -1.0}, "scale_depth must be positive, not -1"),
+    ],
+)  # fmt: skip
+def test_what_no_model_of_these_families_has_is_refused(name, changes, says):
+    kind, settings = MODELS[name]
+    with pytest.raises(ModelError, match=says):
+        spec_of(kind, **{**settings, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("afmoe", {"route_norm": False}, "needs route_norm to be True for AfmoeForCausalLM, not False"),
+        ("afmoe", {"score_func": "softmax"}, "needs score_func to be sigmoid for AfmoeForCausalLM, not softmax"),
+        ("afmoe", {"attention_bias": True}, "needs attention_bias to be False for AfmoeForCausalLM"),
+        ("laguna", {"moe_router_logit_softcapping": 30.0}, "needs moe_router_logit_softcapping to be 0.0"),
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "needs moe_apply_router_weight_on_input to be False"),
+        ("hy_v3", {"mlp_bias": True}, "needs mlp_bias to be False for HYV3ForCausalLM"),
+        ("mistral4", {"n_group": 2, "topk_group": 1}, "needs n_group to be 1 for Mistral4ForCausalLM, not 2"),
+        ("cohere", {"use_qk_norm": True}, "needs use_qk_norm to be False for CohereForCausalLM"),
+        ("arcee", {"hidden_act": "silu"}, "needs hidden_act to be relu2 for ArceeForCausalLM, not silu"),
+        ("llama", {"hidden_act": "relu2"}, "the native implementation has no activation 'relu2'"),
+        (
+            "mistral4",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "has no partial rotary embeddings for Mistral4ForCausalLM",
+        ),
+    ],
+)
+def test_options_that_are_not_read_leave_a_model_to_transformers(name, changes, says):
+    kind, settings = MODELS[name]
+    source = {"architectures": [MODEL_TYPES[kind]], **settings, **changes}
+    assert read_spec(source, EngineConfig(model="")) is None
+    with pytest.raises(ModelError, match=says):
+        read_spec(source, EngineConfig(model=""), native_only=True)
 
 
 def test_every_family_has_a_model_that_is_compared_with_transformers():

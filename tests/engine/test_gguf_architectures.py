@@ -79,6 +79,7 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "nemotron_h": "nemotron_h",
     "nemotron_h-experts": "nemotron_h_moe",
+    "nemotron_h-latents": "nemotron_h_moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_dense-bias": "hunyuan-dense",
@@ -95,8 +96,13 @@ ARCHITECTURES = {
     "solar_open": "glm4moe",
     "solar_open-bias": "glm4moe",
     "internlm3-bias": "llama",
+    "arcee": "arcee",
+    "afmoe": "afmoe",
+    "minicpm3": "minicpm3",
+    "mistral4": "mistral4",
+    "cohere": "command-r",
 }
-INTERLEAVED = {"llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3"}
+INTERLEAVED = {"llama", "arcee", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3"}
 OWN_NAMES = {  # which the gguf package does not map
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
@@ -211,7 +217,14 @@ def settings_of(model: Any) -> dict[str, Any]:
             "rope_scaling_attn_factors": everywhere["attention_factor"],
             "rope_scaling_orig_ctx_len": everywhere["original_max_position_embeddings"],
         }
-    if model.model_type == "cohere2":
+    if model.model_type == "afmoe":
+        found |= {
+            "expert_shared_count": model.num_shared_experts,
+            "expert_weights_scale": model.route_scale,
+            "expert_weights_norm": True,
+            "leading_dense_block_count": model.num_dense_layers,
+        }
+    if model.model_type in ("cohere", "cohere2"):
         found["rope_scaling_type"] = gguf.RopeScalingType.NONE
     if model.model_type.startswith("gemma4"):
         found |= of_gemma4(model)
@@ -322,20 +335,23 @@ def of_latents(model: Any) -> dict[str, Any]:
         "value_length_mla": model.v_head_dim,
         "rope_dimension_count": model.qk_rope_head_dim,
         "rope_scaling_yarn_log_mul": 0.1 * rope["mscale_all_dim"] if "mscale_all_dim" in rope else None,
-        "attn_temperature_scale": None,
+        "attn_temperature_scale": rope.get("llama_4_scaling_beta"),
         "leading_dense_block_count": model.num_hidden_layers,
         "expert_feed_forward_length": model.intermediate_size,
         "expert_shared_count": 0,
     }
+    if model.model_type == "minicpm3":  # whose files have no scales, nor sizes of values
+        names = "q_lora_rank", "kv_lora_rank", "rope_dimension_count"
+        return {"key_length": found["key_length_mla"], "value_length": None} | {name: found[name] for name in names}
     if not has_experts:
         return found
-    has_sigmoids = model.model_type != "deepseek_v2"
+    has_sigmoids = model.model_type not in ("deepseek_v2", "mistral4")
     return found | {
         "expert_count": model.n_routed_experts,
         "expert_feed_forward_length": model.moe_intermediate_size,
         "expert_shared_count": model.n_shared_experts,
         "expert_weights_scale": model.routed_scaling_factor,
-        "expert_weights_norm": True if has_sigmoids and model.norm_topk_prob else None,
+        "expert_weights_norm": True if model.model_type != "deepseek_v2" and model.norm_topk_prob else None,
         "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID if has_sigmoids else None,
         "leading_dense_block_count": model.first_k_dense_replace,
         "expert_group_count": model.n_group,
@@ -377,6 +393,7 @@ def of_nemotron_h(model: Any) -> dict[str, Any]:
         "expert_weights_norm": model.norm_topk_prob,
         "expert_weights_scale": model.routed_scaling_factor,
         "expert_group_count": model.n_group,
+        "moe_latent_size": model.moe_latent_size,
     }
 
 
@@ -513,7 +530,7 @@ def write(
     if architecture == "qwen3next":
         model.is_old = is_old
         state = dict(part for own, numbers in state.items() for part in qwen3next(own, numbers, model))
-    if architecture == "deepseek2":
+    if architecture in ("deepseek2", "mistral4"):
         state = dict(part for own, numbers in state.items() for part in latents(own, numbers, model, is_old=is_old))
     if architecture == "granitehybrid" or model.model_type == "granitemoeshared":
         state = dict(part for own, numbers in state.items() for part in granite4(own, numbers, model))
@@ -531,6 +548,9 @@ def write(
         mapped = own.replace("block_sparse_moe", "mlp").replace("feed_forward.experts", "mlp.experts")
         mapped = mapped.replace("expert_bias", "expert_bias.bias").replace("gate.moe_statics", "moe_statics")
         mapped = mapped.replace(".mlp.e_score", ".mlp.gate.e_score")
+        if architecture == "mistral4" and ".experts." in mapped:  # gates are not divided from what they multiply
+            add(writer, names.get_name(f"{mapped}.weight", (".weight",)), numbers.numpy(), kind)
+            continue
         for part_name, plain in parts(mapped, numbers, alternating=model.model_type == "gpt_oss"):
             part = plain.squeeze(1) if part_name.endswith(("conv.conv.weight", "conv1d.weight")) else plain
             part = part.squeeze(0) if ".moe_statics." in part_name else part
@@ -636,6 +656,9 @@ def test_files_of_old_checkpoints_of_glm_have_queries_keys_and_values_in_one_ten
         ("qwen3_next", Type.Q8_0),
         ("nemotron_h", Type.Q8_0),
         ("nemotron_h-experts", Type.Q8_0),
+        ("afmoe", Type.Q8_0),
+        ("mistral4", Type.Q8_0),
+        ("arcee", Type.Q8_0),
     ],
 )
 async def test_blocks_are_computed_with_and_have_the_same_bits_alone_and_together(tmp_path, name, kind):
@@ -724,7 +747,13 @@ def test_the_table_of_the_layers_own_inputs_stays_in_its_blocks(tmp_path, monkey
         ("nemotron_h", {"layer_norm_rms_eps": None}, "has no nemotron_h.attention.layer_norm_rms_epsilon"),
         ("nemotron_h-experts", {"expert_used_count": None}, "has no nemotron_h_moe.expert_used_count"),
         ("nemotron_h-experts", {"expert_gating_func": gguf.ExpertGatingFuncType.SOFTMAX}, "func must be 2, not 1"),
-        ("nemotron_h-experts", {"moe_latent_size": 16}, "moe_latent_size of 16 is not supported"),
+        ("afmoe", {"sliding_window": None}, "has no afmoe.attention.sliding_window"),
+        ("afmoe", {"expert_gating_func": gguf.ExpertGatingFuncType.SOFTMAX}, "expert_gating_func must be 2, not 1"),
+        (
+            "mistral4",
+            {"expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID},
+            "mistral4 must have a softmax over its experts",
+        ),
         ("cohere2", {"logit_scale": None}, "has no cohere2.logit_scale"),
         ("cohere2", {"layer_norm_eps": None}, "has no cohere2.attention.layer_norm_epsilon"),
         ("cohere2", {"sliding_window": 0}, "sliding_window is not a whole number from 1"),
@@ -809,8 +838,10 @@ def test_scaled_frequencies_need_no_scaled_temperature(tmp_path, monkeypatch):
     assert ((got.double() - want).abs().max() / want.abs().max()).item() < 1e-4
 
 
-@pytest.mark.parametrize(("name", "architecture"), [("qwen3-tied", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")])
-def test_of_qwen3_vl_the_text_part_is_read(tmp_path, name, architecture):
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("qwen2", "qwen2vl"), ("qwen3-tied", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")]
+)
+def test_of_models_that_read_images_the_text_part_is_read(tmp_path, name, architecture):
     folder = made(name, tmp_path / "model")
     sections = {"rope_dimension_sections": [4, 2, 2, 0], "num_deepstack_layers": 3}
     path = write(folder, tmp_path / "model.gguf", name, architecture=architecture, **sections)
@@ -825,6 +856,14 @@ def test_flags_of_another_number_of_layers_get_a_sentence(tmp_path):
     path = write(folder, tmp_path / "model.gguf", "olmo3", sliding_window_pattern=[True])
     with pytest.raises(ModelError, match=r"olmo2.attention.sliding_window_pattern is not a list of 5 flags"):
         folder_of(path)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss", "cohere2", "olmo3"])
+def test_a_file_may_name_the_period_of_layers_without_a_window(tmp_path, name):
+    folder = made(name, tmp_path / "model")
+    path = write(folder, tmp_path / "model.gguf", name, sliding_window_pattern=2)
+    kinds = json.loads((folder_of(path) / "config.json").read_text())["layer_types"]
+    assert kinds == [("sliding_attention", "full_attention")[layer % 2] for layer in range(len(kinds))]
 
 
 def test_older_files_of_qwen_3_5_have_an_interval_in_place_of_a_list(tmp_path):

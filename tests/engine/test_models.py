@@ -48,9 +48,10 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def limit_of(name: str) -> float:
-    """Return the tolerance: gemma2's softmax, gemma's scale of embeddings, norms of helium and gemma4, and most models'
-    states are in float32, even if the rest is in float64."""
-    float32 = dict.fromkeys(("gemma2", "gemma-uneven", "helium"), 1e-5) | dict.fromkeys(
+    """Return the tolerance: some models' softmax, gemma's scale of embeddings, norms of helium and gemma4, and most
+    models' states are in float32, even if the rest is in float64."""
+    wide = "gemma2", "vaultgemma", "granite_swa", "gemma-uneven", "helium"
+    float32 = dict.fromkeys(wide, 1e-5) | dict.fromkeys(
         ("gemma4", "qwen3_5", "qwen3_next", "granitemoehybrid-mamba", "nemotron_h"), 5e-5
     )
     default = 2e-5 if name in FLOAT32_ONLY else 1e-9

@@ -175,7 +175,10 @@ def test_layers_differ_from_those_of_llama():
         ({"mlp_hidden_act": "cube"}, "has no activation 'cube'"),
         ({"mamba_hidden_act": "gelu"}, "needs mamba_hidden_act to be silu"),
         ({"mlp_bias": True}, "needs mlp_bias to be False"),
-        ({"moe_latent_size": 16}, "needs moe_latent_size to be None for NemotronHForCausalLM, not 16"),
+        (
+            {**EXPERTS, "hybrid_override_pattern": "ME*", "moe_latent_size": -1},
+            "moe_latent_size must be a positive whole number, not -1",
+        ),
         ({"residual_in_fp32": True}, "needs residual_in_fp32 to be False"),
         ({"mamba_num_heads": 5}, "5 heads of Mamba cannot share 2 groups of states evenly"),
         ({"mamba_head_dim": 0}, "mamba_head_dim must be a positive whole number, not 0"),

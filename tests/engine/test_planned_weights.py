@@ -56,6 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "attention_k_eq_v": True,
     },
+    "AfmoeForCausalLM": {**EXPERTS, "num_shared_experts": 1, "sliding_window": 8},
+    "LagunaForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 32},
 }
 HEADS = "lm_head.weight", "model.embed_tokens.weight"
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import activations
+from . import activations, segments
 
 
 @triton.jit
@@ -95,13 +95,16 @@ def gate(
 
 @triton.jit
 def gate_heads(
-    seen_ptr, qkv_ptr, qkv_token,
-    NUMBERS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+    seen_ptr, gates_ptr, gates_token, gates_head,
+    NUMBERS: tl.constexpr, DIM: tl.constexpr, PER_HEAD: tl.constexpr, SOFTPLUS: tl.constexpr, TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Multiply TILE numbers of what a token's heads have seen by the sigmoids of their gates, in place.
+    """Multiply TILE numbers of what a token's heads have seen by the sigmoids of their gates, in place; SOFTPLUS: by
+    the softplus.
 
-    seen: [tokens, NUMBERS], contiguous; a head has DIM of them. qkv: as in storing.rotate_store with GATED, of which a
-    token has `qkv_token` numbers. Sigmoid and product are rounded, as in torch. DEPENDENT as in skinny.multiply.
+    seen: [tokens, NUMBERS], contiguous; a head has DIM of them. gates: of each head DIM numbers, or PER_HEAD a single
+    one; `gates_token` and `gates_head` are the strides of tokens and heads. The gate and the product are rounded, as in
+    torch. DEPENDENT as in skinny.multiply.
     """
     if DEPENDENT:
         gdc_wait()
@@ -110,9 +113,10 @@ def gate_heads(
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     live = i < NUMBERS
-    gate_at = qkv_ptr + token * qkv_token + (i // DIM * (2 * DIM) + DIM + i % DIM)
+    gate_at = gates_ptr + token * gates_token + i // DIM * gates_head + (0 if PER_HEAD else i % DIM)
     x = tl.load(gate_at, mask=live, other=0.0).to(tl.float32)
-    factor = (1.0 / (1.0 + tl.exp(-x))).to(DTYPE).to(tl.float32)
+    factor = segments.softplus(x) if SOFTPLUS else 1.0 / (1.0 + tl.exp(-x))
+    factor = factor.to(DTYPE).to(tl.float32)
     seen_at = seen_ptr + token * NUMBERS + i
     seen = tl.load(seen_at, mask=live, other=0.0).to(tl.float32)
     tl.store(seen_at, (seen * factor).to(DTYPE), mask=live)
