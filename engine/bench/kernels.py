@@ -1,6 +1,7 @@
 """Measure the packed matmul, beside torch's, and attention:
 
-    python -m engine.bench.kernels --json [--isa auto|amx|avx512bf16|avx512|avxvnni|avx2|torch] [--rows 1,4] [--dtype bfloat16]
+    python -m engine.bench.kernels --json [--isa auto|amx|avx512bf16|avx512|avxvnni|avx2|torch] [--rows 1,4]
+        [--dtype bfloat16]
 
 prints, for each weight shape of Qwen3-0.6B and each number of rows, the time of one matmul, that of torch, the error
 against float64, and whether rows have the same bits alone and in the batch; the same for weights in 8 and 4 bits if the

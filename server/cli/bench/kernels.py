@@ -17,7 +17,7 @@ def add_arguments(parser: Parser) -> None:
         "Time our CPU kernels and torch's on the shapes of a model. Also reports the error relative to float64, and"
         " whether a row has the same bits alone and in a batch. The same as `python -m engine.bench.kernels`."
     )
-    parser.add_argument("--isa", metavar="NAME", help="instruction set: auto, amx, avx512bf16, avx512, avxvnni, avx2, or torch")
+    parser.add_argument("--isa", metavar="NAME", help="instruction set, as for `pequod serve --cpu-isa`")
     parser.add_argument("--dtype", metavar="TYPE", help="bfloat16 or float32 (default: bfloat16)")
     parser.add_argument("--rows", metavar="N,...", type=options.wholes, help="rows of the matrix products")
     parser.add_argument("--threads", metavar="N", type=options.whole(1), help="torch threads (default: torch's choice)")

@@ -36,7 +36,19 @@ COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 TORCH_RELEASES = "torch>=2.11,<2.14"
 PACKAGES = ("tokenizers", "safetensors", "transformers", "fastapi", "uvicorn")
 # Instruction sets that matter for the speed of matrix products, as named in /proc/cpuinfo.
-ISA = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
+ISA = (
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "i8mm",
+    "sve",
+)
 OPENMP = ("libgomp", "libiomp", "libomp")
 GIB = 1 << 30
 TORCH_S = 120.0
