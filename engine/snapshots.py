@@ -63,7 +63,7 @@ class SnapshotCache(PrefixCache):
         self.count, self._spacing = count, spacing
         self._free = list(range(count - 1, -1, -1))
         self._published: dict[bytes, int] = {}  # by the hash of the block; the least recently used is first
-        self._pinned: set[int] = set()  # those that sequences continue from in the step that is being scheduled
+        self._pinned: set[int] = set()  # those that sequences continue from whose first row is not launched yet
         self._pending: dict[int, _Pending] = {}  # by the id of a running sequence
         self._running: dict[int, Sequence] = {}
         self._matched = 0, 0  # the last sequence that `match` was called for, and the number of its cached blocks
@@ -131,7 +131,6 @@ class SnapshotCache(PrefixCache):
         if hits:
             block_hash = self.block_hash(seq, len(hits) - 1)
             pending.restored = self._published[block_hash] = self._published.pop(block_hash)  # the most recently used
-            self._pinned.add(pending.restored)
             for other in self._pending.values():
                 if other.moving[1] == pending.restored:  # it is of use where it is
                     other.moving = b"", -1
@@ -146,6 +145,7 @@ class SnapshotCache(PrefixCache):
         row continues from, -1: none, and the ends of blocks in its row, with those that are written there."""
         if not self.is_enabled:
             return
+        self._pinned = {pending.restored for pending in self._pending.values() if pending.restored >= 0}
         for seq, count in chosen.items():
             pending = self._pending[seq.id]
             taken = self._kept(seq, pending, seq.start + count)
@@ -156,7 +156,7 @@ class SnapshotCache(PrefixCache):
                 taken.append((position, snapshot))
             seq.snapshots = (pending.restored, taken) if taken or pending.restored >= 0 else None
             pending.restored = -1
-        self._pinned.clear()  # from here on these can be assigned again: to later steps
+        self._pinned.clear()  # those of this step can be assigned again from here on: to later steps
 
     def _kept(self, seq: Sequence, pending: _Pending, end: int) -> list[tuple[int, int]]:
         """Return the positions up to `end` where a snapshot is due, and the snapshots."""
@@ -221,7 +221,6 @@ class SnapshotCache(PrefixCache):
         positions = [*pending.due, *(position for position, _, is_moving in pending.inflight if not is_moving)]
         for position in positions:
             del self._expected[self.block_hash(seq, position // seq.block_size - 1)]
-        self._pinned.discard(pending.restored)
         seq.snapshots = None
 
     def check(self, running: Ids[Sequence]) -> None:
@@ -231,7 +230,7 @@ class SnapshotCache(PrefixCache):
         assert sorted(everything) == list(range(self.count)), "a snapshot is in no list or in two"
         assert self._pending.keys() == {seq.id for seq in running}, "a sequence that does not run takes snapshots"
         assert set(self._expected.values()) <= self._pending.keys(), "a snapshot is expected of no sequence"
-        assert not self._pinned or any(pending.restored >= 0 for pending in self._pending.values()), "one is pinned"
+        assert not self._pinned, "one is pinned between steps"
 
 
 def cache_for(pool: BlockPool, config: EngineConfig, groups: CacheGroups, *, has_states: bool) -> PrefixCache:

@@ -118,6 +118,11 @@ def attend_shape(
     keys = 32 if kind or (uniform and is_scaled) else 64
     if dtype == torch.float32 or kind > 1:
         keys = 16 if kind else 32
+    has_rest = layer.head_dim > WIDEST
+    if has_rest and is_large and not (uniform or dtype == torch.float32):
+        # The warps of a program divide the keys among themselves, eight at least for each: with 16 keys most of the
+        # eight warps would compute what others do.
+        keys = 32 if is_scaled else 64
     if uniform and queries == 1 and _fits_short(layer, dtype, is_scaled=is_scaled):  # see is_short
         return Shape(keys, 8 if kind > 1 else 4 if kind or tokens <= FEW_ROWS else 2, 3, sharing=sharing)
     warps = 8 if queries > 1 or rows > 64 or kind > 1 else 4
@@ -129,9 +134,10 @@ def attend_shape(
     # windows with large heads or a cache with scales more than there are.
     has_room = not uniform and kind < 2 and dtype != torch.float32 and not (layer.window and (is_scaled or kind))
     skips = (LOOP if has_room else BRANCH) if is_large and queries > 1 else 0
-    # Of keys with a rest few programs fit into a multiprocessor, so that each must load its next keys ahead.
-    has_rest = layer.head_dim > WIDEST
-    stages = 5 if is_large and is_deep and (kind < 2 or (has_rest and not uniform)) else 3
+    # Of keys with a rest few programs fit into a multiprocessor, so that each must load its next keys ahead: of 64 keys
+    # three stages are as many as fit.
+    is_ahead = kind < 2 or (has_rest and not uniform and keys < 64)
+    stages = 5 if is_large and is_deep and is_ahead else 3
     if is_chunk and is_scaled and kind > 1 and not uniform:  # registers would spill
         has_many = layer.num_heads > MANY_HEADS * layer.num_kv_heads
         stages = 2 if has_many and not (has_rest or is_large) else 3

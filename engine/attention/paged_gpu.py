@@ -19,7 +19,7 @@ from ..config import EngineConfig
 from ..kernels.launching import gpu_kernels, launch
 from . import gpu_plan
 from .backend import AttentionBackend, LayerCache
-from .gpu_cache import LOOP, WIDEST, WIDEST_REST, GPUCache, attend_constants, padded
+from .gpu_cache import LOOP, WIDEST, WIDEST_REST, GPUCache, attend_constants, padded, warps
 from .gpu_plan import FEW_ROWS, ITEM, Plan
 from .gpu_shapes import MAX_GROUP, attend_shape, is_short, queries_of
 from .layer import LARGEST, AttentionLayer, stored_size
@@ -150,12 +150,13 @@ class PagedGPU:
     def attend(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         assert isinstance(cache, GPUCache)
         kernels, layer = gpu_kernels("storing"), cache.layer
+        width = padded(layer.head_dim)
         launch(kernels.store, (k.shape[0], layer.num_kv_heads),
             k, v, plan.tables(cache).slot_mapping, cache.tensor, cache.scales,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), *cache.strides,
-            DIM=layer.head_dim, V_DIM=layer.stored_v_dim, DIM_P=padded(layer.head_dim),
+            DIM=layer.head_dim, V_DIM=layer.stored_v_dim, DIM_P=width,
             V_DIM_P=padded(layer.v_head_dim), BLOCK=cache.block_size, SCALED=cache.is_scaled,
-            num_warps=1, enable_fp_fusion=False,  # quantizing is exact
+            num_warps=warps(width), enable_fp_fusion=False, **dependence(k.device),  # quantizing is exact
         )  # fmt: skip
         return self._attend(cache, q, plan)
 

@@ -22,6 +22,9 @@ THREADS = 8  # at most: a kernel takes a core for a second or two, and some memo
 
 
 NONE: Mapping[str, Any] = MappingProxyType({})
+# Options of launches that do not have their own. Triton's default for the first one differs from version to version;
+# with it a multiplication and an addition are one instruction, which rounds once.
+DEFAULTS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
 
 
 @functools.cache
@@ -52,7 +55,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, constants: Mapping[st
     Triton finds a compiled kernel by itself, but takes several times as long for it.
     """
     if args[0].is_meta:
-        _compile_launcher(kernel.warmup(*args, grid=grid, **constants, **options))
+        _compile_launcher(kernel.warmup(*args, grid=grid, **{**DEFAULTS, **constants, **options}))
         return
     # A kernel's own hash is that of its source.
     key = [id(kernel), id(constants), args[0].get_device(), *options, *options.values()]
@@ -67,7 +70,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, constants: Mapping[st
             key.append(type(each))
     found = _compiled().get(tuple(key))
     if found is None:
-        options = {**constants, **options}
+        options = {**DEFAULTS, **constants, **options}
         compiled = kernel[grid](*args, **options)
         if compiled is not None:  # the interpreter compiles nothing
             values = tuple(options[name] for name in kernel.arg_names[len(args) :])

@@ -46,27 +46,56 @@ class RoutedExperts:
         self._down = Grouped(experts.downs)
         self._scale = self.spec.scale * self.spec.routing.scale
         self._choose_constants = _choose_constants(self.spec, has_scales=experts.scales is not None)
-        self._combine_constants = _combine_constants(
-            experts.hidden, self.spec.active, has_shared=bool(self.spec.shared)
-        )
+        size, has_shared = experts.hidden, bool(self.spec.shared)
+        if self.spec.latent:  # their results are projected to the hidden state before they are added
+            size, has_shared = self.spec.latent, False
+        is_gated = has_shared and experts.shared_gate is not None
+        self._combine_constants = _combine_constants(size, self.spec.active, has_shared=has_shared, is_gated=is_gated)
 
-    def add_to(self, x: Tensor, normed: Tensor) -> None:
-        """Add what the experts, and the MLP beside them, compute for `normed` to x in place: [tokens, hidden]."""
-        self.compute(x, normed, *self.route(normed))
+    def add_to(self, x: Tensor, normed: Tensor, slots: Tensor) -> None:
+        """Add what the experts, and the MLP beside them, compute for `normed` to x in place: [tokens, hidden]. `slots`:
+        see `route`."""
+        self.compute(x, normed, *self.route(normed, slots))
 
     def compute(self, x: Tensor, normed: Tensor, weights: Tensor, chosen: Tensor) -> None:
         """Do as `add_to`, with these weights of each token's experts, and their numbers; see `route`."""
+        shared = None
+        if self._experts.shared is not None:
+            gate_up, down = self._experts.shared
+            shared = down(gated(gate_up.product(normed), self._activation))
+        if self._experts.latents is None:
+            gate = self._experts.shared_gate
+            self._add(x, normed, weights, chosen, shared=shared, gates=None if gate is None else gate(normed))
+            return
+        into, back = self._experts.latents
+        inner = into(normed)
+        found = torch.zeros_like(inner)
+        self._add(found, inner, weights, chosen)
+        if shared is not None:
+            x.add_(self._experts.gated(shared, normed))
+        x.add_(back(found))
+
+    def _add(
+        self,
+        x: Tensor,
+        normed: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        *,
+        shared: Tensor | None = None,
+        gates: Tensor | None = None,
+    ) -> None:
+        """Add what the experts compute for `normed` to x, and `shared`: [tokens, hidden or latent].
+
+        gates: of `shared`, [tokens, 1], before the sigmoid; None: it has none.
+        """
         tokens, size = x.shape
         assert x.is_contiguous()
         order = self.arrange(chosen)
         inner = self._up.multiply(normed, order, self.spec.active, self._activation, self.spec.clamp)
         results = self._down.multiply(inner, order, 1)
-        shared = None
-        if self._experts.shared is not None:
-            gate_up, down = self._experts.shared
-            shared = self._experts.gated(down(gated(gate_up.product(normed), self._activation)), normed)
         launch(gpu_kernels("experts").combine, (tokens, -(-size // self._combine_constants["TILE"])),
-            x, results, weights, x if shared is None else shared,
+            x, results, weights, x if shared is None else shared, x if gates is None else gates,
             constants=self._combine_constants, **dependence(x.device),
         )  # fmt: skip
 
@@ -75,11 +104,14 @@ class RoutedExperts:
         spec, means = self.spec, [0, *self._up.tiles][:-1]
         return [mean * spec.count // spec.active + 1 for mean in means]
 
-    def route(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights of each token's experts, float32, and their numbers, int32: [tokens, active]."""
-        return self.choose(self._experts.logits(normed))
+    def route(self, normed: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights of each token's experts, float32, and their numbers, int32: [tokens, active].
 
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        slots: [tokens] int64, below 0 for padding, which has no experts: its numbers are that of all experts.
+        """
+        return self.choose(self._experts.logits(normed), slots)
+
+    def choose(self, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same for the router's logits: [tokens, experts]."""
         spec, tokens = self.spec, logits.shape[0]
         weights = logits.new_empty(tokens, spec.active, dtype=torch.float32)
@@ -87,7 +119,7 @@ class RoutedExperts:
         correction, scales = self._experts.correction, self._experts.scales
         launch(gpu_kernels("experts").choose, (tokens,),
             logits.contiguous(), logits if correction is None else correction, logits if scales is None else scales,
-            weights, chosen, self._scale,
+            slots, weights, chosen, self._scale,
             constants=self._choose_constants, **dependence(logits.device),
         )  # fmt: skip
         return weights, chosen
@@ -113,7 +145,7 @@ def _choose_constants(spec: ExpertsSpec, *, has_scales: bool) -> dict[str, Any]:
         "EXPERTS": spec.count, "ACTIVE": spec.active, "ACTIVE_P": power_of_two(spec.active),
         "GROUPS": routing.groups, "GROUPS_P": groups, "KEPT": routing.kept, "SIZE_P": size,
         "SIGMOID": routing.has_sigmoids, "CORRECT": spec.has_correction, "NORMALIZE": spec.is_normalized,
-        "SCALES": has_scales,
+        "EPSILON": spec.epsilon, "SCALES": has_scales,
         "num_warps": warps(groups * size),
     }  # fmt: skip
 
@@ -124,9 +156,12 @@ def _arrange_constants(experts: int, tokens: int, tile: int) -> dict[str, Any]:
 
 
 @functools.cache
-def _combine_constants(size: int, active: int, *, has_shared: bool) -> dict[str, Any]:
+def _combine_constants(size: int, active: int, *, has_shared: bool, is_gated: bool) -> dict[str, Any]:
     tile = min(GATE_TILE, power_of_two(size))
-    return {"SIZE": size, "TILE": tile, "ACTIVE": active, "SHARED": has_shared, "num_warps": warps(tile)}
+    return {
+        "SIZE": size, "TILE": tile, "ACTIVE": active, "SHARED": has_shared, "GATED": is_gated,
+        "num_warps": warps(tile),
+    }  # fmt: skip
 
 
 class Grouped:
@@ -195,7 +230,7 @@ def jobs(experts: Experts, activation: str, dtype: torch.dtype, *, wide: bool) -
     """Yield what compiles the kernels for experts on META; `wide`: the router's logits are in float32."""
     routed = RoutedExperts(experts, activation)
     logits = torch.empty(1, experts.spec.count, dtype=torch.float32 if wide else dtype, device=META)
-    yield partial(routed.choose, logits)
+    yield partial(routed.choose, logits, torch.empty(1, dtype=torch.int64, device=META))
     hidden, active = experts.hidden, experts.spec.active
     for tokens in routed.sizes():
         x = torch.empty(tokens, hidden, dtype=dtype, device=META)
@@ -215,7 +250,7 @@ def trial(experts: Experts, activation: str) -> str | None:
     routed = RoutedExperts(experts, activation)
     for tokens in routed.sizes():
         x = torch.randn(tokens, experts.hidden, generator=draw, dtype=experts.dtype, device=device)
-        weights, chosen = routed.route(x)
+        weights, chosen = routed.route(x, torch.arange(tokens, device=device))
         scaled = experts.route(x)[0] * experts.spec.scale
         ours, nothing = torch.zeros_like(x), torch.zeros_like(x)
         routed.compute(ours, x, weights, chosen)

@@ -472,6 +472,27 @@ def test_the_function_that_launches_a_kernel_is_compiled_with_it(monkeypatch):
     assert made == ["gate"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fusion_does_not_depend_on_the_default_of_triton(device):
+    """Products and sums of a kernel are fused unless its launch says otherwise, whatever version compiles it."""
+    asked = []
+
+    class Kernel:
+        arg_names = ("x",)
+
+        def warmup(self, *_: Any, **options: Any) -> None:
+            asked.append(options["enable_fp_fusion"])
+
+        def __getitem__(self, grid: Any) -> Any:
+            return self.warmup
+
+    kernel, x = Kernel(), torch.empty(1, device=device)
+    launching.launch(kernel, (1,), x)
+    launching.launch(kernel, (1,), x, enable_fp_fusion=False)
+    launching.launch(kernel, (1,), x, constants={"enable_fp_fusion": False})
+    assert asked == [True, False, False]
+
+
 def test_threads_that_compile_let_triton_hash_its_files_once(monkeypatch):
     from triton.runtime import cache
 

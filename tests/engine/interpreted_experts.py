@@ -27,6 +27,7 @@ from engine.models.executor import Eager
 from engine.models.experts import Experts, Routing
 from engine.models.gpu_experts import RoutedExperts, objection
 from engine.models.gpu_form import Form
+from engine.models.gpu_layers import gated
 from engine.models.gpu_weights import GPUProduct, random_weight
 from engine.models.layers import Linear, Quantization
 from engine.models.on_gpu import OnGPU
@@ -57,6 +58,11 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
 
 
+def slots(x: Tensor) -> Tensor:
+    """Return slots for as many tokens, none of which is padding."""
+    return torch.arange(len(x))
+
+
 @pytest.mark.parametrize(
     "kind, dtype, tolerance",
     [
@@ -74,7 +80,7 @@ def test_results_are_those_of_one_expert_after_the_other(kind, dtype, tolerance,
         x, residual = numbers(tokens, 40, dtype=dtype), numbers(tokens, 40, dtype=dtype)
         want = experts(x, residual)
         stream = inside(residual)
-        routed.add_to(stream, inside(x))
+        routed.add_to(stream, inside(x), slots(x))
         error = float((stream.double() - want.double()).norm() / want.double().norm())
         assert error < tolerance, tokens
 
@@ -93,7 +99,7 @@ def test_quantized_weights_stay_quantized(bits, kind, monkeypatch):
     for tokens in (1, 23):
         x, residual = numbers(tokens, 96), numbers(tokens, 96)
         want = experts(x, residual)
-        routed.add_to(residual, x)
+        routed.add_to(residual, x, slots(x))
         torch.testing.assert_close(residual, want, rtol=1e-4, atol=1e-4)
 
 
@@ -152,7 +158,7 @@ def test_the_best_experts_are_chosen_and_the_first_of_equals():
     experts = experts_of(hidden=5, active=3, is_normalized=False)
     experts.router.weight.copy_(torch.eye(5))
     x = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0], [-1.0, -300.0, -2.0, -300.0, -300.0]])
-    weights, chosen = RoutedExperts(experts, "silu").route(x)
+    weights, chosen = RoutedExperts(experts, "silu").route(x, slots(x))
     assert chosen.tolist() == [[1, 3, 2], [0, 2, 1]]
     torch.testing.assert_close(weights, x.softmax(-1).gather(1, chosen.long()))
 
@@ -161,13 +167,50 @@ def test_a_token_that_is_no_number_spoils_no_other():
     experts = experts_of()
     x = numbers(7, 40)
     alone = x.clone()
-    RoutedExperts(experts, "silu").add_to(alone, x)
+    RoutedExperts(experts, "silu").add_to(alone, x, slots(x))
     x[3] = math.nan
     beside = x.clone()
-    RoutedExperts(experts, "silu").add_to(beside, x)
+    RoutedExperts(experts, "silu").add_to(beside, x, slots(x))
     assert beside[3].isnan().all()
     others = [0, 1, 2, 4, 5, 6]
     assert torch.equal(beside[others], alone[others])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [0, 8])
+def test_padding_has_no_experts_and_changes_no_other_token(kind, bits):
+    experts, activation = (
+        experts_of(hidden=96, **KINDS[kind] | {"inner": 64}),
+        "relu2" if kind == "no gates" else "silu",
+    )
+    for linear in [*experts.gate_ups, *experts.downs] if bits else []:
+        linear.pack(None, quantization=Quantization(bits))
+    routed, x, at = RoutedExperts(experts, activation), numbers(8, 96), torch.arange(8)
+    alone = x.clone()
+    routed.add_to(alone, x, at)
+    at[[2, 5, 6, 7]] = -1
+    kept = [0, 1, 3, 4]
+    _, chosen = routed.route(x, at)
+    assert torch.equal(chosen[kept], routed.route(x[kept], slots(x[kept]))[1])
+    assert chosen[at < 0].unique().tolist() == [experts.spec.count]
+    owners = set(routed.arrange(chosen).owners.tolist()) - {-1}
+    assert owners == set(chosen[kept].flatten().tolist()), "of these experts weights are read"
+    beside = x.clone()
+    routed.add_to(beside, x, at)
+    assert torch.equal(beside[kept], alone[kept])
+
+
+def test_the_smallest_weights_are_divided_by_their_sum_and_epsilon():
+    """Sigmoids of very negative logits are not larger than the epsilon of a model."""
+    experts = experts_of(hidden=5, active=2, routing=Routing(True), epsilon=1e-6)
+    experts.router.weight.copy_(torch.eye(5))
+    experts.correction.zero_()
+    x = torch.full((2, 5), -30.0)
+    x[:, 1], x[:, 3] = -14.0, -15.0
+    weights, chosen = RoutedExperts(experts, "silu").route(x, slots(x))
+    assert chosen.tolist() == [[1, 3]] * 2
+    torch.testing.assert_close(weights, experts.route(x)[0], rtol=1e-4, atol=0)
+    assert 0.3 < weights[0].sum() < 0.6
 
 
 @pytest.mark.parametrize("dtype, wide_router", [(torch.float32, False), (torch.float16, False), (torch.float16, True)])
@@ -178,18 +221,19 @@ def test_a_token_has_the_same_bits_among_any_others(dtype, wide_router):
     assert experts.logits(numbers(2, 40, dtype=dtype)).dtype == (torch.float32 if wide_router else dtype)
     routed, x = RoutedExperts(experts, "silu"), numbers(50, 40, dtype=dtype)
     whole = x.clone()
-    routed.add_to(whole, x)
+    routed.add_to(whole, x, slots(x))
     for first, last in ((0, 1), (7, 8), (3, 30)):
         part = x[first:last].clone()
-        routed.add_to(part, x[first:last].clone())
+        routed.add_to(part, x[first:last].clone(), slots(part))
         assert torch.equal(part, whole[first:last])
 
 
 def test_the_launches_can_be_captured_and_replayed_for_another_choice():
     recorder, experts, x, out = Recorder(), experts_of(), numbers(9, 40), torch.zeros(9, 40)
+    at = slots(x)
     routed = RoutedExperts(experts, "silu")
     with recorder.kernels(kernels, skinny_kernels), torch.inference_mode():
-        replay = recorder.capture(lambda: routed.add_to(out, x))
+        replay = recorder.capture(lambda: routed.add_to(out, x, at))
         x.mul_(-2)
         out.zero_()
         replay()
@@ -222,7 +266,7 @@ def test_a_trial_finds_products_and_choices_that_are_wrong(monkeypatch):
     assert gpu_experts.trial(experts, "silu") is None
     assert "wrong results of experts" in str(gpu_experts.trial(experts, "gelu"))
     choose = RoutedExperts.choose
-    monkeypatch.setattr(RoutedExperts, "choose", lambda self, logits: choose(self, -logits))
+    monkeypatch.setattr(RoutedExperts, "choose", lambda self, logits, at: choose(self, -logits, at))
     assert "wrong results of experts" in str(gpu_experts.trial(experts, "silu"))
 
 
@@ -247,6 +291,27 @@ def test_a_layer_of_experts_takes_twelve_launches(tmp_path, monkeypatch):
     attention = ["add_norm", "mm", "rotate_store", "attend", "mm", "add_norm"]
     layer = [*attention, "mm", "choose", "arrange", "multiply", "multiply", "combine"]
     assert calls.names == ["embedding", *layer * len(model.layers)]
+
+
+def test_the_gate_of_a_shared_expert_takes_its_product_alone(tmp_path, monkeypatch):
+    """And its sigmoid is rounded as torch rounds it, before it is multiplied and after."""
+    model = load(make("qwen2_moe", tmp_path), dtype="float16")
+    experts = next(layer.experts for layer in model.layers if layer.experts is not None)
+    routed, calls, x = RoutedExperts(experts, "silu"), Calls(), numbers(3, experts.hidden, dtype=torch.float16)
+    assert experts.shared is not None and experts.shared_gate is not None
+    weights, chosen = routed.route(x, slots(x))
+    found, want = x.clone(), x.clone()
+    names = {layer_kernels: ["gate"], skinny_kernels: ["multiply"], kernels: ["arrange", "combine"]}
+    for module, name in [(module, name) for module, own in names.items() for name in own]:
+        monkeypatch.setattr(module, name, calls.kernel(getattr(module, name)))
+    with torch.no_grad(), calls:
+        routed.compute(found, x, weights, chosen)
+    assert calls.names == ["mm", "gate", "mm", "mm", "arrange", "multiply", "multiply", "combine"]
+    gate_up, down = experts.shared
+    beside = down(gated(gate_up.product(x), "silu")) * experts.shared_gate(x).sigmoid()
+    experts.shared_gate = None
+    RoutedExperts(experts, "silu")._add(want, x, weights, chosen, shared=beside)
+    assert torch.equal(found, want)
 
 
 MIXTURES = [

@@ -38,6 +38,8 @@ from engine.kernels.gpu import skinny as skinny_kernels
 from engine.kernels.gpu import storing as storing_kernels
 from engine.models import dummy, gpu_delta, gpu_mamba2, gpu_short_conv, on_gpu, rope
 from engine.models.executor import Eager
+from engine.models.gpu_experts import RoutedExperts
+from engine.models.routing import Order
 from engine.models.states import Segments
 from engine.runner import Runner, Step, buffers, cuda_graphs, logits_choice, state_inputs
 from engine.runner.state_inputs import StateInputs
@@ -442,6 +444,25 @@ def test_rows_have_the_same_bits_whether_others_are_padding_or_not(tmp_path, rec
             replays = len(recorder.replayed)
             assert torch.equal(hidden(built.runner, LENGTHS[:rows]), launched[:rows])
             assert len(recorder.replayed) == replays + 1
+
+
+def test_padding_reads_no_weights_of_experts(tmp_path, recorder, monkeypatch):
+    """What attention returns for padding is whatever the memory has held before: it must choose no experts."""
+    orders, arrange = [], RoutedExperts.arrange
+
+    def arranged(self: RoutedExperts, chosen: Tensor) -> Order:
+        orders.append((chosen, arrange(self, chosen)))
+        return orders[-1][1]
+
+    monkeypatch.setattr(RoutedExperts, "arrange", arranged)
+    monkeypatch.setattr(recorder, "capture", lambda work: work)  # a replay computes again
+    runner = build(config_of("gpt_oss", tmp_path)).runner
+    orders.clear()
+    hidden(runner, LENGTHS[:3])
+    ((chosen, order),) = orders
+    assert chosen.shape == (4, 2), "one token of the step is padding"
+    assert set(order.owners.tolist()) - {-1} == set(chosen[:3].flatten().tolist())
+    assert chosen[3].tolist() == [4, 4], "there are experts 0 to 3"
 
 
 def test_embeddings_are_those_of_launched_steps(tmp_path, recorder):

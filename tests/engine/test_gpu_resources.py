@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -121,9 +122,24 @@ def test_compiled_kernels_spill_no_registers(arch, only, kernels):
     products += [each for each in found if each["kernel"].startswith("routed")]
     products += [each for each in found if each["kernel"].startswith("heads") and "fp32" not in each["kernel"]]
     assert all(each["mma"] or each["wgmma"] for each in products)
-    alone = ("store", "dequantize", "lookup", *CHANGES)  # launched when the kernel before has ended
+    alone = ("dequantize", "lookup", *CHANGES)  # launched when the kernel before has ended
     waits = [arch == 90 and not each["kernel"].startswith(alone) for each in found]
     assert [each["waits"] for each in found] == waits
+
+
+@pytest.mark.parametrize("dtype, is_scaled, keys", [("bfloat16", False, 64), ("float16", True, 32)])
+@pytest.mark.parametrize("heads", [16, 20, 128])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_the_warps_of_latent_attention_have_keys_of_their_own(heads, queries, dtype, is_scaled, keys):
+    """A matrix instruction multiplies with eight keys, or more."""
+    from engine.attention.gpu_shapes import attend_shape
+    from engine.attention.layer import AttentionLayer
+
+    layer = AttentionLayer(heads, 1, 576, 512, scale=1.0, values_in_keys=True)
+    traits = {"uniform": False, "is_scaled": is_scaled, "is_chunk": queries > 1}
+    shape = attend_shape(layer, getattr(torch, dtype), queries, 1, is_large=True, **traits)
+    assert (shape.keys, shape.warps) == (keys, 8)
+    assert attend_shape(layer, getattr(torch, dtype), queries, 1, is_large=False, **traits).keys == 16, "of less memory"
 
 
 def test_a_bound_that_an_iteration_sets_for_the_next_one_is_found():

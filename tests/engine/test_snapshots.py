@@ -214,6 +214,23 @@ def test_a_snapshot_that_others_continue_from_stays_though_the_prompt_moves_on()
     cache.check([first, second, third])
 
 
+def test_a_snapshot_that_two_sequences_continue_from_stays_when_one_of_them_leaves():
+    """Before either has been launched; and while one of them is not in the next step."""
+    cache = SnapshotCache(BlockPool(256), count=1)
+    first = sequence(1, PROMPT)
+    enter(cache, first)
+    compute(cache, first)
+    cache.release(first)
+    second, third = sequence(2, [*PROMPT, 1, 2, 3, 4, 5]), sequence(3, [*PROMPT, 6, 7, 8, 9, 10])
+    assert enter(cache, second) == enter(cache, third) == 20
+    cache.release(third)
+    other = sequence(4, PROMPT[::-1])
+    enter(cache, other)
+    assert launch(cache, (other, 22)) == [(-1, ())], "the only snapshot is to be read"
+    assert launch(cache, (second, 7)) == [(0, ())]
+    cache.check([second, other])
+
+
 def test_a_sequence_that_moves_on_drops_no_snapshot_of_another():
     cache = SnapshotCache(BlockPool(256), count=1)
     first = sequence(1, LONG)

@@ -15,25 +15,29 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def choose(
-    logits_ptr, correction_ptr, scales_ptr, weights_ptr, chosen_ptr, scale,
+    logits_ptr, correction_ptr, scales_ptr, slots_ptr, weights_ptr, chosen_ptr, scale,
     EXPERTS: tl.constexpr, ACTIVE: tl.constexpr, ACTIVE_P: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, KEPT: tl.constexpr, SIZE_P: tl.constexpr,
-    SIGMOID: tl.constexpr, CORRECT: tl.constexpr, NORMALIZE: tl.constexpr, SCALES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SIGMOID: tl.constexpr, CORRECT: tl.constexpr, NORMALIZE: tl.constexpr, EPSILON: tl.constexpr,
+    SCALES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the weights and the numbers of a token's experts, the best first; among equals the first one is better.
 
     logits: [tokens, EXPERTS]. weights: [tokens, ACTIVE] float32, times `scale`. chosen: [tokens, ACTIVE] int32. The
     weights are a softmax over all experts, or with SIGMOID sigmoids. With CORRECT correction [EXPERTS] is added to them
-    for the choice. With NORMALIZE a token's weights are divided by their sum. With SCALES they are multiplied by those
-    of the experts, [EXPERTS]. Experts come from the KEPT best of GROUPS groups: a group's score is its largest rank,
-    with SIGMOID the sum of its two largest. ACTIVE_P, GROUPS_P, SIZE_P: powers of two, not smaller; the last one of a
-    group's size.
+    for the choice. With NORMALIZE a token's weights are divided by their sum + EPSILON. With SCALES they are multiplied
+    by those of the experts, [EXPERTS]. Experts come from the KEPT best of GROUPS groups: a group's score is its largest
+    rank, with SIGMOID the sum of its two largest. ACTIVE_P, GROUPS_P, SIZE_P: powers of two, not smaller; the last one
+    of a group's size.
+
+    slots: [tokens] int64. A token whose slot is below 0 is padding: its experts are all EXPERTS, which no expert is, so
+    that no weight is read for it.
     """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
     i, place = tl.arange(0, GROUPS_P * SIZE_P), tl.arange(0, ACTIVE_P)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     live = (i // SIZE_P < GROUPS) & (i % SIZE_P < SIZE)
@@ -69,9 +73,10 @@ def choose(
         chosen = tl.where(place == number, best // SIZE_P * SIZE + best % SIZE_P, chosen)
         ranks = tl.where(i == best, float("-inf"), ranks)
     if NORMALIZE:
-        weights /= tl.sum(weights, 0) + 1e-20  # which only changes a sum of 0
+        weights /= tl.sum(weights, 0) + EPSILON
     if SCALES:
         weights *= tl.load(scales_ptr + chosen).to(tl.float32)
+    chosen = tl.where(slot < 0, EXPERTS, chosen)
     at = token * ACTIVE + place
     tl.store(weights_ptr + at, weights * scale, mask=place < ACTIVE)
     tl.store(chosen_ptr + at, chosen, mask=place < ACTIVE)
@@ -84,8 +89,9 @@ def arrange(
 ):  # fmt: skip
     """Write an expert's pairs, in their order, to the tiles that follow those of the experts before it.
 
-    The grid is (EXPERTS). chosen: [pairs] int32. pairs_ptr: [tiles * TOKENS] int32, -1 where a tile has no pair.
-    owners: [tiles] int32, each tile's expert, -1 behind the last expert's. EXPERTS_P: a power of two above EXPERTS.
+    The grid is (EXPERTS). chosen: [pairs] int32, EXPERTS for a pair of padding, which is in no tile. pairs_ptr:
+    [tiles * TOKENS] int32, -1 where a tile has no pair. owners: [tiles] int32, each tile's expert, -1 behind the last
+    expert's. EXPERTS_P: a power of two above EXPERTS.
     """
     if DEPENDENT:
         gdc_wait()
@@ -116,13 +122,15 @@ def arrange(
 
 @triton.jit
 def combine(
-    x_ptr, results_ptr, weights_ptr, shared_ptr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, results_ptr, weights_ptr, shared_ptr, gates_ptr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Add weight * result of a token's experts, in their order, to TILE numbers of its row of x in place.
 
     x: [tokens, SIZE]. results: [tokens * ACTIVE, SIZE]. weights: [tokens, ACTIVE] float32. With SHARED a row of shared
-    [tokens, SIZE] is added first. The sum is in float32, and is rounded once.
+    [tokens, SIZE] is added first, with GATED times the sigmoid of gates [tokens]; both are rounded, as in torch. The
+    sum is in float32, and is rounded once.
     """
     if DEPENDENT:
         gdc_wait()
@@ -133,7 +141,12 @@ def combine(
     x_at = x_ptr + token * SIZE + i
     total = tl.load(x_at, mask=live, other=0.0).to(tl.float32)
     if SHARED:
-        total += tl.load(shared_ptr + token * SIZE + i, mask=live, other=0.0).to(tl.float32)
+        shared = tl.load(shared_ptr + token * SIZE + i, mask=live, other=0.0).to(tl.float32)
+        if GATED:
+            DTYPE: tl.constexpr = shared_ptr.dtype.element_ty
+            gate = 1.0 / (1.0 + tl.exp(-tl.load(gates_ptr + token).to(tl.float32)))
+            shared = (shared * gate.to(DTYPE).to(tl.float32)).to(DTYPE).to(tl.float32)
+        total += shared
     for number in tl.static_range(ACTIVE):
         pair = token * ACTIVE + number
         result = tl.load(results_ptr + pair * SIZE + i, mask=live, other=0.0).to(tl.float32)

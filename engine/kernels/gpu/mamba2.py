@@ -15,7 +15,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activations import activated
+from .prefetching import prefetch
 from .segments import SEGMENTS, convolve_tile, find_rows, softplus, write_windows
+
+LINE = tl.constexpr(32)  # float32 numbers in a line of the cache
 
 
 @triton.jit
@@ -110,9 +113,6 @@ def scan(
     convolved, numbers: as `convolve_steps` writes them. skip: [VALUE_HEADS] float32. matrices: see models/states.py.
     read: [tokens, VALUE_HEADS * VALUE_DIM]. KEY_P: a power of two, not below KEY_DIM. PARTS: of a head's columns.
     """
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
     value_head = tl.program_id(0) // PARTS
     key_head = value_head // (VALUE_HEADS // KEY_HEADS)
     row = tl.program_id(1)
@@ -126,13 +126,22 @@ def scan(
 
     first = tl.load(row_start_ptr + row)
     last = tl.load(row_start_ptr + row + 1)
-    if first == last:  # as of most rows of a captured step with a prompt
-        return
-    source = tl.load(source_ptr + first)
+    # A row without segments has no source either, and may be after the last one.
+    source = tl.load(source_ptr + first, mask=first < last, other=-1)
     is_kept = (keys < tl.where(source >= 0, KEY_DIM, 0))[:, None] & live_column[None, :]
-    matrix = tl.load(matrices_ptr + source.to(tl.int64) * STATE + place, mask=is_kept, other=0.0)
     begin = tl.load(begin_ptr + first)
     end = tl.load(begin_ptr + last)
+    matrix_at = matrices_ptr + tl.maximum(source, 0).to(tl.int64) * STATE
+    if DEPENDENT:
+        LINES: tl.constexpr = COLUMNS // LINE if COLUMNS > LINE else 1
+        number = tl.program_id(0) % PARTS * COLUMNS + LINE * tl.arange(0, LINES)
+        number = tl.minimum(keys, KEY_DIM - 1)[:, None] * VALUE_DIM + tl.minimum(number, VALUE_DIM - 1)[None, :]
+        prefetch(matrix_at + value_head * (KEY_DIM * VALUE_DIM) + number)
+        gdc_wait()
+        gdc_launch_dependents()
+    if first == last:  # as of most rows of a captured step with a prompt
+        return
+    matrix = tl.load(matrix_at + place, mask=is_kept, other=0.0)
     # A token is loaded while the one before it is computed.
     q, k, v, step, decay = _token(
         convolved_ptr, numbers_ptr, begin, begin < end, key_head, value_head, keys, columns,

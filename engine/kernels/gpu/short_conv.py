@@ -25,14 +25,14 @@ def convolve_gated(
     projected: [tokens, 3 * CHANNELS], see models/short_conv.py. taps: [CHANNELS, TAPS]. bias: [CHANNELS]. out: [tokens,
     CHANNELS].
     """
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     channel = tl.program_id(0) * TILE + tl.arange(0, TILE)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     live_channel, live_token = channel < CHANNELS, token < tokens
     start, source = find_rows(row_start_ptr, begin_ptr, source_ptr, token, rows, TOKENS, ROWS)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     total = convolve_tile(
         projected_ptr, windows_ptr, taps_ptr, token, start, source, channel, live_token, live_channel,
         3 * CHANNELS, CHANNELS, TAPS, 2 * CHANNELS, TOKENS, TILE,

@@ -49,16 +49,19 @@ def store(
     k_ptr, v_ptr, slots_ptr, cache_ptr, scales_ptr,
     k_token, k_head, v_token, v_head, cache_block, cache_head, scales_block, scales_head,
     DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_P: tl.constexpr, V_DIM_P: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Store one KV head's key and value of one token. Tokens with a negative slot are padding.
 
     k, v: [tokens, kv_heads, dim]. slots: [tokens] int64. cache: [blocks, kv_heads, BLOCK * (DIM + V_DIM)]. V_DIM: 0 if
-    values are in the keys, so that they are not stored.
+    values are in the keys, so that they are not stored. DEPENDENT as in skinny.multiply.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots_ptr + token)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     if slot >= 0:
         block = slot // BLOCK
         offset = slot % BLOCK
