@@ -92,12 +92,14 @@ def _merges(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
     """
     for token in sorted(ranks, key=ranks.__getitem__):
         parts = [token[index : index + 1] for index in range(len(token))]
-        while len(parts) > 2:
-            joined = [ranks.get(left + right, MAX_TOKENS) for left, right in pairwise(parts)]
-            best = min(range(len(joined)), key=joined.__getitem__)
-            if joined[best] == MAX_TOKENS:
-                break
-            parts[best : best + 2] = [parts[best] + parts[best + 1]]
+        joined = [ranks.get(left + right, MAX_TOKENS) for left, right in pairwise(parts)]
+        while len(parts) > 2 and (lowest := min(joined)) < MAX_TOKENS:
+            index = joined.index(lowest)
+            parts[index : index + 2] = [parts[index] + parts[index + 1]]
+            del joined[index]
+            # Only the pairs beside the new part change: joining all of them again would take cubic time.
+            for beside in range(max(0, index - 1), min(index + 1, len(joined))):
+                joined[beside] = ranks.get(parts[beside] + parts[beside + 1], MAX_TOKENS)
         if len(parts) == 2:
             yield parts[0], parts[1]
 
