@@ -113,6 +113,7 @@ def compile_into(folder: Path, *, emulate: str = "") -> Path:
     # In the same directory, because only a rename within one file system is atomic.
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
         objects = {name: f"{scratch}/{name}.o" for name in (_emulating(emulate) if emulate else OBJECTS)}
+        more += _of_assembler([*command, *more], Path(scratch))
 
         def one(name: str) -> None:
             source, options = OBJECTS[name]
@@ -127,6 +128,16 @@ def compile_into(folder: Path, *, emulate: str = "") -> Path:
         os.chmod(f"{scratch}/library.so", 0o755)
         os.replace(f"{scratch}/library.so", target)
     return target
+
+
+def _of_assembler(command: list[str], scratch: Path) -> list[str]:
+    """Return the options for what the assembler does not know: AVX-VNNI, before binutils 2.36."""
+    (scratch / "probe.cpp").write_text('__asm__("{vex} vpdpbusd %ymm0, %ymm0, %ymm0");\n')
+    try:
+        _call([*command, "-c", str(scratch / "probe.cpp"), "-o", str(scratch / "probe.o")])
+    except BuildError:
+        return ["-DNO_AVX_VNNI"]
+    return []
 
 
 def _emulating(isa: str) -> list[str]:

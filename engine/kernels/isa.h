@@ -3,12 +3,10 @@
 // -DISA_AVX2, -DISA_AVXVNNI, -DISA_AVX512, -DISA_AVX512BF16 or -DISA_AMX selects the variant, together with the
 // compiler's -m flags. With -DEMULATE, AVX-VNNI's product of bytes, the bfloat16 dot product of AVX-512 and AMX's tiles
 // (tiles.h) are emulated as Intel's manual defines them, so that their code can be tested on machines without the
-// instructions.
+// instructions. With -DNO_AVX_VNNI the assembler does not know AVX-VNNI; the library then does not report it.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
-
-#include "assembler.h"
 
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -109,7 +107,7 @@ static inline void store_lowest_bytes(void* p, U u) {
 #if defined(ISA_AVXVNNI)
 // As for AVX-512 below. {vex}: the assembler would choose AVX-512's encoding.
 #define HAS_VNNI 1
-#if defined(EMULATE) || !defined(ASSEMBLES_AVX_VNNI)
+#if defined(EMULATE) || defined(NO_AVX_VNNI)
 // Products of the bytes at even places, then of those at odd places; neither sum of two overflows 32 bits.
 static inline void add_bytes(U& sum, U a, U b) {
   const U even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(0xff)), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));

@@ -1,5 +1,4 @@
 // The processor's features, scratch memory, and the kernels' clock. Compiled without -m flags.
-#include "assembler.h"
 #include "work.h"
 
 #include <cpuid.h>
@@ -30,7 +29,7 @@ EXPORT int32_t pequod_features() {
   if ((features & 2) && (extended_c >> 11 & 1)) features |= 16;
   if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
     if ((features & 2) && (a >> 5 & 1)) features |= 4;
-#if defined(ASSEMBLES_AVX_VNNI)
+#if !defined(NO_AVX_VNNI)
     if ((features & 1) && (a >> 4 & 1)) features |= 512;
 #endif
   }
