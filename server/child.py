@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -20,9 +19,9 @@ def child_environment() -> dict[str, str]:
 
 
 def run_python(
-    *arguments: str, timeout_s: float | None = None, capture: bool = True, variables: Mapping[str, str] | None = None
+    *arguments: str, timeout_s: float | None = None, capture: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run this Python until it ends. Raises subprocess.TimeoutExpired."""
     command = [sys.executable, *arguments]
-    environment = child_environment() | dict(variables or {})
+    environment = child_environment()
     return subprocess.run(command, capture_output=capture, text=True, timeout=timeout_s, check=False, env=environment)

@@ -27,10 +27,12 @@ def main(source: Path, target: Path) -> None:
     needed = [name for name in ("sentencepiece", "google.protobuf") if not _has(name)]
     if needed and convert is _by_transformers and any(source.glob("*.model")):
         sys.exit("a sentencepiece model needs two more packages: pip install sentencepiece protobuf")
-    folder = Path(tempfile.mkdtemp(prefix=target.name, dir=target.parent))
+    folder = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
     try:
         convert(source, folder)
         folder.rename(target)  # readers see the complete folder or none
+    except MemoryError:
+        sys.exit(f"they need more than {MAX_BYTES >> 30} GiB of memory")
     except Exception as error:
         if not target.is_dir():  # otherwise another process has converted it
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ SOURCES = (
     "tiktoken.model", "qwen.tiktoken", "tekken.json",
 )  # fmt: skip
 SETTINGS = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "config.json")
-FORMAT = 2  # of what our own converters write; another number makes new files
+FORMAT = 2  # version of the files that our converters write: raise it when a converter changes
 CONVERT_TIMEOUT_S = 300.0  # importing transformers takes seconds, converting the largest vocabularies half a minute
 
 
@@ -57,7 +58,7 @@ def _converted(folder: Path, target: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         # The server and its engine need the file at the same time. One converts, which takes seconds and a gigabyte of
         # memory, and the other waits.
-        with (target.parent / f"{target.name}.lock").open("w") as lock:
+        with (target.parent / f"{target.name}.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_dir():
                 _convert(folder, target)
@@ -92,6 +93,10 @@ def _convert(folder: Path, target: Path) -> None:
         )
     except subprocess.TimeoutExpired:
         raise ModelError(f"Converting the tokenizer of {folder} took over {CONVERT_TIMEOUT_S:.0f} s.") from None
+    finally:
+        # A child that was killed leaves its temporary folder. The caller holds the lock, so no other child needs one.
+        for temporary in target.parent.glob(f"{target.name}-*"):
+            shutil.rmtree(temporary, ignore_errors=True)
     if child.returncode != 0 or not os.path.isdir(target):
         lines = child.stderr.strip().splitlines()
         reason = lines[-1][:300].rstrip(".") if lines else f"exit status {child.returncode}"

@@ -287,7 +287,7 @@ async def encode_conversation(
     """Encode a conversation as the model's chat template renders it; `fits`: it must fit the context."""
     prompts, calling = model.prompts, conversation.calling
     if conversation.references > (most := prompts.max_characters(fits)):
-        message = f"the definitions of tools, one for each tool_reference, have more than the {most} characters"
+        message = f"The definitions of tools, one for each tool_reference, have more than the {most} characters"
         raise TextTooLong(f"{message} that can fit.")
     if model.reranker is not None and not model.reranker.chats:
         raise TemplateError(NO_CHAT)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..parsers import minimax
-from ..parsers.formats import CALL_DELIMITERS, DEEPSEEK, HUNYUAN, IN_MESSAGES, KIMI, Formats
+from ..parsers.formats import CALL_DELIMITERS, DEEPSEEK, HUNYUAN, IN_MESSAGES, KIMI, Formats, in_messages
 from ..parsers.gemma import PREFIX
 from ..parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from ..parsers.kimi import PREFIX as KIMI_PREFIX
@@ -62,7 +62,7 @@ def call_grammar(
     that is too long as well.
     """
     if formats.tools is None:
-        formats = formats._replace(tools="json")
+        formats = formats._replace(tools=in_messages(formats) or "json")
     try:
         return _forced(Lark(special, formats, opened, content, budget), tools, not required, parallel)
     except (Inexpressible, TooLong):

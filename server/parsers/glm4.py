@@ -11,7 +11,7 @@ OPENS = CALL_DELIMITERS["glm4"]
 
 
 class Glm4(Scanner):
-    """A call begins the completion, or a further message of the model. The first line of a message is nothing else."""
+    """A call is recognized only at the start of a message: the first line is a function's name and nothing else."""
 
     opens = OPENS
 

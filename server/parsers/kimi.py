@@ -33,7 +33,10 @@ class Kimi(Scanner):
         return (yield from self.arguments(self.named(call_id), char))
 
     def named(self, call_id: str) -> str:
-        """Return the function that an id names. Models omit the prefix or the number; a name may have both itself."""
+        """Return the name of the function in an id.
+
+        Models may omit the prefix or the number, and the function's own name may have a part like either.
+        """
         name, _, number = call_id.rpartition(":")
         ids = [name, call_id] if name and number.isdigit() else [call_id]
         names = [each for each in ids for each in (each.removeprefix(PREFIX), each)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections import deque
 from typing import Any
 
 from jinja2 import nodes
@@ -154,23 +155,27 @@ def _short(call_id: Any) -> Any:
 
 
 def _with_numbered_ids(messages: list[Message]) -> list[Message]:
-    """Replace ids by those that Kimi K2 writes, functions.NAME:0, counted through the whole conversation."""
-    ids: dict[Any, str] = {}  # of a client that repeats an id in a later turn, the last one
+    """Replace ids by those that Kimi K2 writes, functions.NAME:0, counted through the whole conversation.
+
+    A client may repeat an id. Results then belong to the calls of the last message that has it, in their order.
+    """
     count = itertools.count()
-
-    def numbered(call: dict[str, Any]) -> dict[str, Any]:
-        name = (call.get("function") or {}).get("name")
-        ids[call.get("id")] = f"{PREFIX}{name}:{next(count)}"
-        return {**call, "id": ids[call.get("id")]}
-
-    def renamed(message: Message) -> Message:
-        if "tool_calls" in message:
-            return {**message, "tool_calls": [numbered(call) for call in message["tool_calls"]]}
-        if "tool_call_id" in message:
-            return {**message, "tool_call_id": ids.get(message["tool_call_id"], message["tool_call_id"])}
-        return message
-
-    return [renamed(message) for message in messages]
+    numbered: dict[Any, deque[str]] = {}  # by the client's id
+    renamed: list[Message] = []
+    for turn in messages:
+        message = turn
+        if calls := turn.get("tool_calls"):
+            numbered |= {call.get("id"): deque() for call in calls}
+            made = []
+            for call in calls:
+                new = f"{PREFIX}{(call.get('function') or {}).get('name')}:{next(count)}"
+                numbered[call.get("id")].append(new)
+                made.append({**call, "id": new})
+            message = {**turn, "tool_calls": made}
+        elif own := numbered.get(turn.get("tool_call_id")):
+            message = {**turn, "tool_call_id": own.popleft() if len(own) > 1 else own[0]}
+        renamed.append(message)
+    return renamed
 
 
 def _with_metadata(message: Message) -> list[Message]:

@@ -13,6 +13,7 @@ import pytest
 import regex
 
 from engine import ModelError
+from engine.tokenizer_files.byte_level import _merges
 from engine.tokenizer_files.tekken import OLDER, convert
 from server.tokenization.tokenizer import Tokenizer
 
@@ -65,6 +66,22 @@ def test_texts_get_the_ids_of_tekken_after_the_special_tokens(tmp_path: Path) ->
         assert tokenizer.encode(text)[0] == tokenizer.bos_id == 1
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.vocab_size == 30 + 256 + len(MERGED)
+
+
+def test_long_tokens_take_no_cubic_time() -> None:
+    ranks = {bytes((byte,)): byte for byte in range(256)}
+    ranks |= {b"a" * length: 254 + length for length in range(2, 301)}
+    lookups = 0
+
+    class Counting(dict[bytes, int]):
+        def get(self, *args: Any) -> Any:
+            nonlocal lookups
+            lookups += 1
+            return super().get(*args)
+
+    pairs = list(_merges(Counting(ranks)))
+    assert pairs[:2] == [(b"a", b"a"), (b"aa", b"a")] and pairs[-1][0] + pairs[-1][1] == b"a" * 300
+    assert lookups < 3 * 300 * 300, "a few for each byte of a token"
 
 
 def test_special_tokens_are_those_of_the_file_or_of_older_models(tmp_path: Path) -> None:

@@ -50,6 +50,21 @@ def test_a_failed_conversion_is_tried_again(tmp_path: Path, monkeypatch: pytest.
             tokenizer_folder(tmp_path)
 
 
+def test_a_killed_child_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "vocab.json").write_text("{}")
+
+    def begin(command: list[str], **_: object) -> None:
+        target = Path(command[-1])
+        (target.parent / f"{target.name}-x").mkdir()
+        raise subprocess.TimeoutExpired(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", begin)
+    with pytest.raises(ModelError, match="took over"):
+        tokenizer_folder(tmp_path)
+    assert not [path for path in (tmp_path / "cache").rglob("tokenizer-*") if path.is_dir()]
+
+
 def test_the_child_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PEQUOD_API_KEY", "secret")

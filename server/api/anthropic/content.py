@@ -167,7 +167,7 @@ class Definitions:
     """The definitions of tools, by which references to them are replaced.
 
     A small body can refer to a long definition thousands of times. So each is written once, and all references together
-    may be as long as the texts of a body. The model's context may allow less, by `num_characters`.
+    may be as long as the texts of a body. Callers compare `num_characters` with the model's context, which may be less.
     """
 
     def __init__(self, tools: Mapping[str, Json]) -> None:

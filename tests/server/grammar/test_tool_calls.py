@@ -232,6 +232,15 @@ def test_text_of_glm4_does_not_begin_like_a_call(small):
     assert not small.allows(forced, "So.")
 
 
+@pytest.mark.parametrize("reasoning", IN_MESSAGES)
+def test_without_a_format_of_calls_the_completion_is_in_the_messages_that_are_parsed(small, reasoning):
+    options = {"required": False, "parallel": True, "opened": False, "special": small.special}
+    made = call_grammar(Formats(None, reasoning), {}, content=("regex", "[a-z]+"), **options)
+    opens = {"gpt_oss": "<|channel|>final<|message|>", "solar_open": "<|content|>"}[reasoning]
+    assert small.allows(made.text, f"{opens}sea") and not small.allows(made.text, "sea")
+    assert read(made.formats, f"{opens}sea").content == "sea"
+
+
 def call_of(tools: str, arguments: dict[str, str], name: str = "f", line: str = "\n") -> str:
     """Return a call between tags. `line`: what GLM writes between them."""
     if tools == "qwen3_coder":

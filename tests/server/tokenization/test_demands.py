@@ -219,6 +219,18 @@ def test_ids_of_kimi_name_the_function_and_count_the_calls():
     )
 
 
+def test_results_of_calls_with_one_id_belong_to_them_in_their_order():
+    calls = [called("find", "x", "{}"), called("ring", "x", "{}")]
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        result("x", "found"),
+        result("x", "rung"),
+    ]
+    rendered = ChatTemplates({"default": KIMI + "{% if tools %}{% endif %}"}, {}).render(turns)
+    assert rendered.endswith("## Return of functions.find:0\nfound;## Return of functions.ring:1\nrung;")
+
+
 def test_glm4_gets_calls_as_messages_with_metadata_and_results_as_observations():
     turns = [
         *HELLO,
