@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import tekken, tiktoken_model
+from .folder import FILE
 
 MAX_BYTES = 8 << 30  # of address space: the largest vocabularies need 1 GiB, and libraries reserve more
 
@@ -30,6 +31,7 @@ def main(source: Path, target: Path) -> None:
     folder = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
     try:
         convert(source, folder)
+        _check(folder)
         folder.rename(target)  # readers see the complete folder or none
     except MemoryError:
         sys.exit(f"they need more than {MAX_BYTES >> 30} GiB of memory")
@@ -59,6 +61,13 @@ def _by_transformers(source: Path, target: Path) -> None:
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise ValueError(f"{type(tokenizer).__name__} cannot be written as a tokenizer.json")
     tokenizer.save_pretrained(target)
+
+
+def _check(folder: Path) -> None:
+    """Raise an error for files that cannot be read, such as those with a pattern that is no regular expression."""
+    from tokenizers import Tokenizer
+
+    Tokenizer.from_file(str(folder / FILE))
 
 
 def _has(name: str) -> bool:

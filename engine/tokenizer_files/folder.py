@@ -33,9 +33,9 @@ def tokenizer_folder(folder: Path) -> Path:
     The tokenizer_config.json of a folder in the cache has settings that the model's folder may lack, because older code
     has them as defaults. Raises ModelError if there is no tokenizer, or none that can be converted.
     """
-    if (folder / FILE).exists():
+    if os.path.exists(folder / FILE):  # pathlib raises for a folder that may not be read
         return folder
-    if not any((folder / name).is_file() for name in SOURCES):
+    if not any(os.path.isfile(folder / name) for name in SOURCES):
         raise ModelError(
             f"{folder} has no tokenizer: neither tokenizer.json nor files to make it from "
             "(vocab.json with merges.txt, tokenizer.model, tiktoken.model, or tekken.json)."

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import regex
 
-from engine import ModelError
+from engine import ModelError, tokenizer_folder
 from engine.tokenizer_files.byte_level import _merges
 from engine.tokenizer_files.tekken import OLDER, convert
 from server.tokenization.tokenizer import Tokenizer
@@ -123,3 +123,14 @@ def test_a_broken_file_gets_a_sentence(tmp_path: Path, file: dict[str, Any], say
     (tmp_path / "tekken.json").write_text(json.dumps(file))
     with pytest.raises(ModelError, match=says):
         convert(tmp_path, tmp_path)
+
+
+def test_a_pattern_that_cannot_be_read_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tekken()
+    file["config"]["pattern"] = "(the"
+    (tmp_path / "tekken.json").write_text(json.dumps(file))
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"tokenizer files of .* cannot be converted: .*parenthesis"):
+            tokenizer_folder(tmp_path)
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_dir() and path.name.startswith("token")] == []
