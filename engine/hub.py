@@ -63,7 +63,7 @@ def fetch(model: str, revision: str | None = None, *, weights: bool, local_files
     if not HUB_ID.fullmatch(name) or (kind and not GGUF_TYPE.fullmatch(kind)):
         raise ModelError(f"there is no folder {model}, and it is not the name of a model on a hub either")
     if not kind and name.lower().endswith("-gguf"):
-        raise ModelError(f"{model} has GGUF files of several types: name one of them, such as {model}:Q4_K_M")
+        raise ModelError(f"the name of {model} needs the type of a GGUF file after a colon, such as {model}:Q4_K_M")
     if not kind:
         patterns = SMALL_FILES + (WEIGHTS if weights else [])
         return _download(model, revision, patterns, COPIES, local_files_only=local_files_only)

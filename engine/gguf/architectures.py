@@ -120,11 +120,9 @@ def _exaone_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 def _phi3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     head_dim = config["head_dim"]
     rotated = keys.whole("rope.dimension_count", head_dim, head_dim)
-    original = keys.number("rope.scaling.original_context_length", config["max_position_embeddings"])
     return {
         "sliding_window": keys.number("attention.sliding_window", 0) or None,
         "partial_rotary_factor": rotated / head_dim,
-        "original_max_position_embeddings": original,
         **longrope(keys, rotated),
     }
 
@@ -134,7 +132,9 @@ def _arcee(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _command_r(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    return {"logit_scale": keys.number("logit_scale"), "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.tensors}
+    if "blk.0.attn_q_norm.weight" in keys.tensors:
+        raise ModelError("the GGUF file's queries and keys have norms, as in Command R+, which is not supported")
+    return {"logit_scale": keys.number("logit_scale")}
 
 
 def _smollm3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:

@@ -91,6 +91,10 @@ def glm4moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 def afmoe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     if keys.get("expert_gating_func") is not None:
         check_sigmoids(keys)
+    if keys.get("expert_weights_norm") is not True:
+        raise ModelError(
+            "the GGUF file's experts have weights that are not divided by their sum, which is not supported"
+        )
     layers, window = config["num_hidden_layers"], keys.number("attention.sliding_window", 0)
     if not window:
         raise ModelError(f"the GGUF file has no {keys.architecture}.attention.sliding_window")
@@ -101,7 +105,6 @@ def afmoe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         "num_shared_experts": keys.number("expert_shared_count", 0),
         "num_dense_layers": keys.number("leading_dense_block_count", 0),
         "route_scale": keys.number("expert_weights_scale", 0) or 1.0,
-        "route_norm": keys.get("expert_weights_norm") is True,
         "mup_enabled": True,  # files have no key for it, and llama.cpp always scales embeddings
         **windows_of(window, keys.windowed(layers, 4)),
     }

@@ -21,7 +21,7 @@ from .config import Stored, checkpoint_names, config_of
 from .reader import PART, files_of, read
 from .tokenizer import Vocabulary
 
-FORMAT = 9  # of the folders; another number makes new ones
+FORMAT = 10  # of the folders; another number makes new ones
 TENSORS = "tensors.json"
 
 

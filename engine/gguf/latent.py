@@ -8,7 +8,7 @@ from ..bounds import MAX_HEADS
 from ..types import ModelError
 from .keys import Keys
 from .names import LAYER_NAMES, QWEN_EXPERTS, SHARED_EXPERTS
-from .scaling import LOG_MULTIPLIER, longrope
+from .scaling import LOG_MULTIPLIER, ORIGINAL_LENGTH, longrope
 from .state_layers import SIGMOID
 
 NAMES = (
@@ -61,9 +61,18 @@ def mistral4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     if _has_sigmoids(keys):
         raise ModelError(f"the GGUF file's {keys.architecture} must have a softmax over its experts")
     found = _sizes(keys, config) | _experts(keys, config, keys.number("expert_count"))
-    if "rope_scaling" in found:
-        found["rope_scaling"]["llama_4_scaling_beta"] = keys.number("attention.temperature_scale", 0)
-    return {**found, "architectures": ["Mistral4Gguf" if _in_two(keys) else "Mistral4ForCausalLM"]}
+    if found["n_group"] != 1:
+        raise ModelError(f"the GGUF file's {keys.architecture} has groups of experts, which is not supported")
+    # Without rope_scaling the family's default would apply, which is YaRN.
+    scaling = found.get("rope_scaling") or config.get("rope_scaling") or {"rope_type": "default"}
+    if beta := keys.number("attention.temperature_scale", 0):
+        original = keys.number(ORIGINAL_LENGTH)
+        scaling = scaling | {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
+    return {
+        **found,
+        "rope_scaling": scaling,
+        "architectures": ["Mistral4Gguf" if _in_two(keys) else "Mistral4ForCausalLM"],
+    }
 
 
 def minicpm3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:

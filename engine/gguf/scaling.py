@@ -12,6 +12,7 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 LISTS = {FACTORS, LONG_FACTORS, SHORT_FACTORS}  # tensors that become values of config.json
 MAX_FACTOR = 1 << 20  # of a linear scaling
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+ORIGINAL_LENGTH = "rope.scaling.original_context_length"
 ATTENTION_FACTORS = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
 FACTOR_ERROR = 1e-4  # up to which an attention factor is the one that is computed: converters round it differently
 EXTRAPOLATION = "rope.scaling.yarn_ext_factor"  # a negative number leaves it to the program
@@ -51,7 +52,7 @@ def scaling_of(keys: Keys, head_dim: int) -> dict[str, Any] | None:
     scaling = {
         "rope_type": "yarn",
         "factor": keys.number("rope.scaling.factor"),
-        "original_max_position_embeddings": keys.number("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": keys.number(ORIGINAL_LENGTH),
     }
     given = {name: keys.number(f"rope.scaling.yarn_{name}", 0) for name in ("beta_fast", "beta_slow")}
     given["attention_factor"] = attention
@@ -69,6 +70,7 @@ def longrope(keys: Keys, rotated: int) -> dict[str, Any]:
         "rope_type": "longrope",
         "long_factor": keys.floats(LONG_FACTORS, rotated // 2),
         "short_factor": keys.floats(SHORT_FACTORS, rotated // 2),
+        "original_max_position_embeddings": keys.number(ORIGINAL_LENGTH, keys.number("context_length")),
     }
     if factor := keys.number("rope.scaling.attn_factor", 0):
         scaling["attention_factor"] = factor

@@ -113,8 +113,8 @@ END_TOKENS = CONTROL_ENDS | {
     "</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "[e~[",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 }  # fmt: skip
-# A response of gpt-oss or Solar Open has several messages. Other tokens end it, and the end of a message does not: the
-# token that ends it, and the one that ends it with calls of tools.
+# A response of gpt-oss or Solar Open has several messages, so MESSAGE_END does not end it. A key of LAST_ENDS is the
+# token that ends a response, its value the one that ends it where tools are called.
 LAST_ENDS, MESSAGE_END = {"<|return|>": "<|call|>", "<|flush|>": "<|calls|>"}, "<|end|>"
 TOOL_RESPONSE = "<|tool_response>"  # ends Gemma 4's tool calls; in files its type is that of text
 LONGEST_MERGED = 256  # characters of a token that merges are sought for; the longest real ones have 128

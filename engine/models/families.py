@@ -390,26 +390,24 @@ FAMILIES["GraniteMoeGguf"] = replace(
     ),
 )
 # Granite with windows and sinks.
-FAMILIES |= {
-    name: replace(
-        FAMILIES[plain],
-        mlp_bias=plain == "GraniteForCausalLM",
-        window=128,
-        window_step=4,
-        opens_full=True,
-        bases_key="layer_rope_theta",
-        has_sinks=True,
-        norm_eps=eps,
-        tied=tied,
-    )
-    for name, plain, eps, tied in (
-        ("GraniteSWAForCausalLM", "GraniteForCausalLM", 1e-5, True),
-        ("GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM", 1e-6, False),
-    )
-}
-# The experts of the second have the names of transformers' modules.
+FAMILIES["GraniteSWAForCausalLM"] = replace(
+    FAMILIES["GraniteForCausalLM"],
+    kv_heads=4,
+    window=128,
+    window_step=4,
+    opens_full=True,
+    bases_key="layer_rope_theta",
+    has_sinks=True,
+    norm_eps=1e-5,
+    tied=True,
+)
+# Its experts have the names of transformers' modules.
 FAMILIES["GraniteMoeSWAForCausalLM"] = replace(
-    FAMILIES["GraniteMoeSWAForCausalLM"],
+    FAMILIES["GraniteSWAForCausalLM"],
+    mlp_bias=False,
+    kv_heads=None,
+    norm_eps=1e-6,
+    tied=False,
     experts=GRANITE_EXPERTS._replace(
         names=(
             "block_sparse_moe.router",

@@ -191,7 +191,7 @@ class Family:
     # Without layer_types every n-th layer has no window: n is the next key, with this default.
     window_step: int | None = None
     window_step_key: str = "sliding_window_pattern"
-    opens_full: bool = False  # of n layers the first one has none, not the last one
+    opens_full: bool = False  # full attention is the first of every n layers, not the last
     # Layers with a window have a rotary embedding of their own: key of its base, if there is one, and default.
     local_rope: tuple[str, float] | None = None
     # The key of a list with the base of each layer's rotary embedding, 0: it has none; empty: there is no such key.

@@ -39,6 +39,10 @@ def unsupported(source: Mapping[str, Any], architecture: str, family: Family) ->
         return f"the native implementation has no linear attention with the activation '{shown(activation)}'"
     if family.mixer == "mamba" and not family.has_sublayers and activation not in ("silu", "swish"):
         return f"the native implementation has no layers of Mamba2 with the activation '{shown(activation)}'"
+    if family.head_gate is not None and (key := family.head_gate.key):
+        gate = source.get(key, True)
+        if gate is not True and gate not in ("per-head", "per-element"):
+            return f"the native implementation needs {key} to be true, per-head or per-element, not {shown(repr(gate))}"
     for key, value in family.only:
         if (source.get(key, value) or None) != (value or None):
             given = shown(source.get(key))
@@ -69,7 +73,7 @@ def _rotated_part(source: Mapping[str, Any], parameters: Mapping[str, Any], defa
 
 
 def _latent_part(source: Mapping[str, Any], family: Family) -> float:
-    """Return the part of each head that is rotated in latent attention; 1: there is none."""
+    """Return the part of each head that is rotated in latent attention; 1: attention is not latent."""
     if family.latent is None:
         return 1.0
     rotated, plain = (whole(source, key, dict(family.latent)[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
@@ -238,10 +242,7 @@ def head_gate(source: Mapping[str, Any], family: Family) -> HeadGate | None:
     gate = family.head_gate
     if gate is None or not gate.key:
         return gate
-    kind = source.get(gate.key, True)
-    if kind is not True and kind not in ("per-head", "per-element"):
-        raise ModelError(f"config.json: {gate.key} must be true, per-head or per-element, not {shown(repr(kind))}")
-    return gate._replace(per_head=kind != "per-element")
+    return gate._replace(per_head=source.get(gate.key, True) != "per-element")
 
 
 def inputs(source: Mapping[str, Any]) -> InputsSpec | None:

@@ -21,6 +21,7 @@ from engine.gguf.folder import folder_of
 from engine.hub import fetch
 from engine.kernels.blocks import Blocks
 from engine.models.decoder import Decoder
+from engine.models.spec import read_spec
 from tests.engine.test_exact import serve
 from tests.engine.test_gguf import WORDS, cache  # noqa: F401  # a fixture
 from tests.engine.test_kernels import needs_library
@@ -506,6 +507,7 @@ def write(
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if architecture == "phi3" and "long_factor" in rope:
         writer.add_rope_scaling_orig_ctx_len(model.original_max_position_embeddings)
+    if architecture in ("phi3", "minicpm3") and "long_factor" in rope:
         for length in ("long", "short"):
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
     if rope.get("rope_type") == "llama3":
@@ -754,6 +756,14 @@ def test_the_table_of_the_layers_own_inputs_stays_in_its_blocks(tmp_path, monkey
             {"expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID},
             "mistral4 must have a softmax over its experts",
         ),
+        (
+            "mistral4",
+            {"rope_scaling_type": gguf.RopeScalingType.NONE, "rope_scaling_orig_ctx_len": None},
+            "has no mistral4.rope.scaling.original_context_length",
+        ),
+        ("mistral4", {"expert_group_count": 2}, "mistral4 has groups of experts, which is not supported"),
+        ("afmoe", {"expert_weights_norm": None}, "experts have weights that are not divided by their sum"),
+        ("cohere", {"tensors": {"blk.0.attn_q_norm.weight": (4, 16)}}, "have norms, as in Command R"),
         ("cohere2", {"logit_scale": None}, "has no cohere2.logit_scale"),
         ("cohere2", {"layer_norm_eps": None}, "has no cohere2.attention.layer_norm_epsilon"),
         ("cohere2", {"sliding_window": 0}, "sliding_window is not a whole number from 1"),
@@ -832,6 +842,29 @@ def test_scaled_frequencies_need_no_scaled_temperature(tmp_path, monkeypatch):
     monkeypatch.setitem(MODELS, "mistral-full", (kind, sizes | {"rope_parameters": rope}))
     folder = made("mistral-full", tmp_path / "model")
     path = write(folder, tmp_path / "model.gguf", "mistral-full")
+    model = load_model(EngineConfig(model=str(path), dtype="float32"), fetch(str(path), weights=True).path)
+    ids = prompt(40, seed=1)
+    want, got = whole(oracle(folder, torch.float64), ids), Bench(model).step({0: ids})[0]
+    assert ((got.double() - want).abs().max() / want.abs().max()).item() < 1e-4
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.25])
+def test_a_mistral4_without_yarn_has_no_scaling_by_default(tmp_path, beta):
+    none = {"rope_scaling_type": gguf.RopeScalingType.NONE, "attn_temperature_scale": beta}
+    path = write(made("mistral4", tmp_path / "model"), tmp_path / "model.gguf", "mistral4", **none)
+    spec = read_spec(json.loads((folder_of(path) / "config.json").read_text()), EngineConfig(model=""))
+    assert spec is not None and spec.decoder is not None
+    (rope,) = spec.decoder.ropes
+    assert (rope.scaling, rope.query_beta) == ("default", beta)
+
+
+def test_the_original_length_of_minicpm3_selects_its_long_factors(tmp_path, monkeypatch):
+    kind, sizes = MODELS["minicpm3"]
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors}
+    monkeypatch.setitem(MODELS, "minicpm3", (kind, sizes | {"rope_parameters": rope}))
+    folder = made("minicpm3", tmp_path / "model")
+    path = write(folder, tmp_path / "model.gguf", "minicpm3", rope_scaling_orig_ctx_len=16)
     model = load_model(EngineConfig(model=str(path), dtype="float32"), fetch(str(path), weights=True).path)
     ids = prompt(40, seed=1)
     want, got = whole(oracle(folder, torch.float64), ids), Bench(model).step({0: ids})[0]

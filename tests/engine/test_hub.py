@@ -334,5 +334,7 @@ def test_only_files_of_the_type_are_downloaded(site, tmp_path, monkeypatch):
 
 def test_a_repository_of_gguf_files_needs_a_type(site):
     text = site.fetch("ours/open-GGUF")
-    assert text == "ours/open-GGUF has GGUF files of several types: name one of them, such as ours/open-GGUF:Q4_K_M"
+    assert text == (
+        "the name of ours/open-GGUF needs the type of a GGUF file after a colon, such as ours/open-GGUF:Q4_K_M"
+    )
     assert not site.asked
