@@ -53,8 +53,8 @@ def fit(spec: ModelSpec, config: EngineConfig, device: torch.device, checkpoint:
 
 
 def with_dequantized(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
-    """Return the spec of a GGUF file with the blocks that stay blocks in memory: where a layer multiplies by several
-    weights at once, such as Q, K and V, and one of them is plain, the others are dequantized."""
+    """Return the spec of a GGUF file with the numbers of weights that stay quantized in memory: where a layer
+    multiplies by several weights at once, such as Q, K and V, and one of them is plain, the others are dequantized."""
     from ..gguf.checkpoint import GgufCheckpoint
 
     if not isinstance(checkpoint, GgufCheckpoint) or spec.decoder is None:

@@ -234,10 +234,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     source = read_json(path)
     if source is None:
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
-    if gguf.is_converted(folder) or not (quantization := locations.find(folder, source)):
+    if gguf.is_converted(folder) or not (found := locations.find(folder, source)):
         return source
-    parse(quantization)
-    return source | {"quantization_config": quantization}
+    parse(found.settings, found.file)
+    return source | {"quantization_config": found.settings}
 
 
 def choose_dtype(source: Mapping[str, Any], config: EngineConfig) -> torch.dtype:
@@ -411,10 +411,11 @@ def read_spec(source: dict[str, Any], config: EngineConfig, *, native_only: bool
         return None if found is None else found.blocks_type(columns)
 
     def scheme(name: str) -> Scheme | None:
-        if not is_part or not name.startswith("model."):
-            return stored.scheme(original(name, renames))
-        # Which name such checkpoints have is not known yet; lists of plain weights have the one or the other.
-        found = [stored.scheme(prefix + name.removeprefix("model.")) for prefix in multimodal.NESTED]
+        own = original(name, renames)
+        if not is_part or not own.startswith("model."):
+            return stored.scheme(own)
+        # Which name such checkpoints have is not known yet; ignore lists use either prefix.
+        found = [stored.scheme(prefix + own.removeprefix("model.")) for prefix in multimodal.NESTED]
         return None if None in found else found[0]
 
     return spec.stored_as(type_of, scheme)

@@ -253,7 +253,8 @@ class Checkpoint:
         return self._opened[file]
 
     def _open(self, path: Path, listed: Mapping[str, str]) -> None:
-        """Read the header of a file. Where two files hold a tensor, the index, `listed`, decides."""
+        """Read the header of a file. Where two files hold a tensor, the index, `listed`, decides; of a tensor that it
+        does not list, such as a rotary buffer, the first is used."""
         if not os.path.isfile(path):
             raise ModelError(f"the weights file {path} is missing; download the model again")
         try:
@@ -283,10 +284,10 @@ class Checkpoint:
         if end > size:
             raise ModelError(f"{path} is cut short: it has {size} bytes and should have {end}; download it again")
         for name in self.entries.keys() & tensors.keys():
-            if name not in listed:
+            if not listed:
                 other = self.entries[name].file
                 raise ModelError(f"{path} and {other} both hold the tensor {name[:64]}; remove one of them")
-            if listed[name] != path.name:
+            if listed.get(name) != path.name:
                 del tensors[name]
         self.entries.update(tensors)
         self._headers.append((path.name, size, header))

@@ -53,7 +53,9 @@ class QuantizedCheckpoint(Checkpoint):
         self._opened = self._files._opened
         self._weights: dict[str, Weight] = {}
         self.entries = dict(self._files.entries)
-        self._prefix, self._head = multimodal.place(self.entries)
+        # By modules: if the embedding is packed, none of its tensors is named `weight`.
+        modules = {name.rpartition(".")[0] for name in self.entries}
+        self._prefix, self._head = multimodal.place(f"{module}.weight" for module in modules)
         for name, entry in self._files.entries.items():
             if self._is_of_another_part(name):
                 continue

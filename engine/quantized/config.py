@@ -67,17 +67,23 @@ class Quantization:
         return self.select(weight.removesuffix(".weight"))
 
 
-def parse(found: object) -> Quantization:
-    """Return the quantization of a `quantization_config`. Raises ModelError if it is not supported."""
+def parse(found: object, file: str = "config.json") -> Quantization:
+    """Return the quantization of a `quantization_config`. Raises ModelError if it is not supported.
+
+    `file`: the name of the file that it was read from, for errors.
+    """
     if not isinstance(found, Mapping):
-        raise ModelError("config.json: quantization_config must be an object")
+        raise ModelError(f"{file}: quantization_config must be an object")
     method = found.get("quant_method", "unnamed")
     reader = METHODS.get(method) if isinstance(method, str) else None
     if reader is None:
         name = shown(method)
         remedy = REMEDIES.get(name, UNPACKED)
-        raise ModelError(f"config.json asks for {name} quantization, which is not supported; {remedy}")
-    return Quantization(method, reader(found))
+        raise ModelError(f"{file} asks for {name} quantization, which is not supported; {remedy}")
+    try:
+        return Quantization(method, reader(found))
+    except _InvalidError as error:
+        raise ModelError(f"{file}: {error}") from None
 
 
 Weights = tuple[tuple[str, ...], tuple[int, ...], int]  # names, rows of each, and columns
@@ -130,7 +136,7 @@ def _gptq(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
     key = "modules_in_block_to_quantize"
     only = found.get(key)
     if only is not None and not isinstance(only, list):
-        raise ModelError(f"config.json: {key} must be a list of lists")
+        raise _InvalidError(f"{key} must be a list of lists")
     named = None if only is None else {name for names in only for name in _list(names, key)}
     has_head = found.get("lm_head") is True
 
@@ -162,7 +168,7 @@ def _auto_round(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
         raise _refused("auto-round", f"numbers of the type {shown(found['data_type'])}")
     extra = found.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(each, Mapping) for each in extra.values()):
-        raise ModelError("config.json: extra_config of quantization_config must be an object of objects")
+        raise _InvalidError("extra_config of quantization_config must be an object of objects")
     for each in extra.values():
         # Modules of 16 bits or more are not quantized: the checkpoint shows which these are.
         is_plain = isinstance(each.get("bits"), int) and each["bits"] >= 16
@@ -186,7 +192,7 @@ def _fp8(found: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
     if block is None:
         block = (128, 128)  # if the scales are neither one nor one for each row
     if not isinstance(block, list | tuple) or len(block) != 2 or not all(map(_is_size, block)):
-        raise ModelError(f"config.json: weight_block_size must be two positive whole numbers, not {shown(block)}")
+        raise _InvalidError(f"weight_block_size must be two positive whole numbers, not {shown(block)}")
     scheme = Scheme(("float8",), 8, is_float=True, rows=block[0], columns=block[1])
     skipped = _names(found, "modules_to_not_convert") | _names(found, "ignored_layers")
     return lambda module: None if module == HEAD or _is_within(module, skipped) else scheme
@@ -213,7 +219,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Callable[[str], Scheme | No
         raise _refused("compressed-tensors", "transforms of the activations (`transform_config`)")
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping) or not groups or not all(isinstance(each, Mapping) for each in groups.values()):
-        raise ModelError("config.json: config_groups of quantization_config must be an object of objects")
+        raise _InvalidError("config_groups of quantization_config must be an object of objects")
     named: list[tuple[Callable[[str], bool], Scheme | None]] = []
     general: Scheme | None = None
     patterns = _Patterns()
@@ -256,7 +262,7 @@ def _scheme(weights: object, *, weights_only: bool) -> Scheme | None:
     if weights is None:
         return None
     if not isinstance(weights, Mapping):
-        raise ModelError("config.json: weights in config_groups must be an object")
+        raise _InvalidError("weights in config_groups must be an object")
     kind = weights.get("type", "int")
     if kind not in ("int", "float"):
         raise _refused("compressed-tensors", f"numbers of the type {shown(kind)}")
@@ -273,7 +279,7 @@ def _scheme(weights: object, *, weights_only: bool) -> Scheme | None:
     elif strategy == "block":
         block = weights.get("block_structure")
         if not isinstance(block, list) or len(block) != 2 or not all(map(_is_size, block)):
-            raise ModelError(f"config.json: block_structure must be two positive whole numbers, not {shown(block)}")
+            raise _InvalidError(f"block_structure must be two positive whole numbers, not {shown(block)}")
         rows, columns = block
     elif strategy != "channel":
         raise _refused("compressed-tensors", f"scales by {shown(strategy)}")
@@ -291,6 +297,10 @@ def _scheme(weights: object, *, weights_only: bool) -> Scheme | None:
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
+class _InvalidError(Exception):
+    """A value that cannot be used. Readers raise it, and `parse` adds the name of the file."""
+
+
 def _refused(method: str, what: str) -> ModelError:
     return ModelError(f"{method} checkpoints with {what} are not supported; {UNPACKED}")
 
@@ -299,7 +309,7 @@ def _bits(found: Mapping[str, Any], key: str, supported: tuple[int, ...]) -> int
     bits = found.get(key)
     if isinstance(bits, bool) or bits not in supported:
         known = " and ".join(map(str, supported))
-        raise ModelError(f"config.json: weights of {shown(bits)} bits are not supported, {known} are; {UNPACKED}")
+        raise _InvalidError(f"weights of {shown(bits)} bits are not supported, {known} are; {UNPACKED}")
     return int(bits)
 
 
@@ -309,7 +319,7 @@ def _group(found: Mapping[str, Any]) -> int | None:
     if size == -1:
         return None
     if not _is_size(size):
-        raise ModelError(f"config.json: group_size must be -1 or a positive whole number, not {shown(size)}")
+        raise _InvalidError(f"group_size must be -1 or a positive whole number, not {shown(size)}")
     return int(size)
 
 
@@ -324,7 +334,7 @@ def _names(found: Mapping[str, Any], key: str) -> set[str]:
 
 def _list(names: object, key: str) -> set[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ModelError(f"config.json: {key} must be a list of names")
+        raise _InvalidError(f"{key} must be a list of names")
     return set(names)
 
 
@@ -346,7 +356,7 @@ class _Patterns:
         expressions = [_expression(pattern) for pattern in sorted(patterns - names)]
         self._count += len(expressions)
         if self._count > MAX_PATTERNS:
-            raise ModelError(f"config.json: quantization_config has more than {MAX_PATTERNS} regular expressions")
+            raise _InvalidError(f"the lists of modules have more than {MAX_PATTERNS} regular expressions")
         return lambda module: module in names or any(matches(module) for matches in expressions)
 
 
@@ -363,4 +373,4 @@ def _expression(pattern: str) -> Callable[[str], bool]:
         return SchemaValidator(core_schema.str_schema(pattern=f"^(?:{pattern[3:]})")).isinstance_python
     except SchemaError as error:
         reason = re.sub(r"\s+", " ", str(error).strip()).rpartition("error: ")[2]
-        raise ModelError(f"config.json: the pattern {shown(pattern)} cannot be used: {reason}") from None
+        raise _InvalidError(f"the pattern {shown(pattern)} cannot be used: {reason}") from None

@@ -90,7 +90,8 @@ def test_weights_are_quantized_and_counted(tmp_path, name, quantization):
     told = plan.plan(EngineConfig(model=str(folder), device="cpu", quantization=quantization))
     assert told["weights_bytes"] == model.weights_bytes and model.product.invariant
     wide = Bench(load(folder, dtype="float32")).step({0: prompt(40)})[0]
-    limit = {"none": 0.05, "int8": 0.1, "int4": 0.9}[quantization]
+    # Rounding changes the choice of some experts.
+    limit = {"none": 0.1 if name in FLOAT32_ONLY else 0.05, "int8": 0.1, "int4": 0.9}[quantization]
     assert (Bench(model).step({0: prompt(40)})[0] - wide).norm() < limit * wide.norm()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,28 @@ def test_the_text_part_may_be_quantized(home, tmp_path, name):
     assert found.spec.dequantized == planned.dequantized > 0
     difference = Bench(found).step({0: prompt(9)})[0] - Bench(want).step({0: prompt(9)})[0]
     assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("ignored", [".*out_proj", ".*w2", ".*down_proj"])
+def test_modules_of_the_text_part_are_named_as_in_the_files(tmp_path, ignored):
+    alone = make("lfm2", tmp_path / "alone", dtype=torch.float32)
+    source = json.loads((alone / "config.json").read_text())
+    settings = {"quantization_config": PACKED.config | {"ignore": ["lm_head", f"re:{ignored}"]}}
+    (alone / "config.json").write_text(json.dumps(source | settings))
+    stored = {}
+    for name, tensor in load_file(alone / "model.safetensors").items():
+        module = name.replace("model.", "model.language_model.").removesuffix(".weight")
+        is_linear = tensor.dim() == 2 and "embed_tokens" not in name
+        parts = PACKED.store(tensor)[0] if is_linear and not re.match(ignored, module) else {"weight": tensor}
+        stored |= {f"{module}.{part}": each.contiguous() for part, each in parts.items()}
+    part = tmp_path / "part"
+    part.mkdir()
+    save_file(stored, part / "model.safetensors")
+    whole = {"architectures": ["Lfm2VlForConditionalGeneration"], "text_config": source, **settings}
+    (part / "config.json").write_text(json.dumps(whole))
+    config = EngineConfig(model="")
+    in_blocks = models.describe(part, config).in_blocks
+    assert in_blocks == models.examine(part, config)[0].in_blocks == models.describe(alone, config).in_blocks != {}
 
 
 def test_the_text_part_may_have_the_settings_of_quantization(home, tmp_path):

@@ -261,6 +261,23 @@ def test_a_quantized_head_is_in_blocks_too(tmp_path):
     assert sum(model.spec.in_blocks.values()) == model.num_params - 296 * 256 - 5 * 256
 
 
+def test_the_embedding_may_be_packed_too(tmp_path):
+    kind = pack_quantized(4, 32, packed="Q4_0")
+    reference = write(tmp_path, kind)
+    tensors = load_file(tmp_path / "model.safetensors")
+    stored, exact = kind.store(tensors.pop("model.embed_tokens.weight"))
+    tensors |= {f"model.embed_tokens.{part}": tensor.contiguous() for part, tensor in stored.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    reference.model.embed_tokens.weight = torch.nn.Parameter(exact)
+    settings = config(tmp_path, dtype="float32", cpu_isa="torch")
+    found = models.examine(tmp_path, settings)[0]
+    assert found.quantization == "compressed-tensors"
+    assert found.in_blocks == models.describe(tmp_path, settings).in_blocks == {"Q4_0": 983_040}
+    model = load(tmp_path, cpu_isa="torch")
+    assert plan.plan(settings)["weights_bytes"] == model.weights_bytes
+    assert error(model, reference) < 1e-5
+
+
 @needs_library
 def test_names_may_have_no_prefix(tmp_path):
     reference = write(tmp_path, awq(64), tie_word_embeddings=True)
@@ -360,6 +377,62 @@ def test_a_file_about_the_cache_alone_does_not_make_weights_quantized(tmp_path):
     found = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(found))
     assert load(folder).spec.method == ""
+
+
+# What programs leave beside plain weights: a key of config.json, or a file.
+STRAY = {
+    "sparsity alone": (
+        "compression_config",
+        {
+            "quant_method": "compressed-tensors",
+            "format": "dense",
+            "sparsity_config": {"format": "dense", "global_sparsity": 0.1, "sparsity_structure": "unstructured"},
+        },
+    ),
+    "the cache alone": ("compression_config", {"quant_method": "compressed-tensors", "kv_cache_scheme": {}}),
+    "settings of auto-gptq": ("quantize_config.json", {"bits": 4, "group_size": 128, "sym": True}),
+    "settings of another program": ("quant_config.json", ["w_bit"]),
+    "settings of auto-awq": ("quant_config.json", {"w_bit": 4, "q_group_size": 128, "zero_point": True}),
+}
+
+
+@pytest.mark.parametrize("name", STRAY)
+def test_settings_beside_plain_weights_do_not_make_them_quantized(tmp_path, name):
+    place, found = STRAY[name]
+    folder = make("llama", tmp_path / "llama")
+    if place.endswith(".json"):
+        (folder / place).write_text(json.dumps(found))
+    else:
+        edit_config(folder, **{place: found})
+    assert load(folder, cpu_isa="torch").spec.method == models.describe(folder, config(folder)).method == ""
+
+
+def test_settings_of_16_bits_say_nothing_of_packed_weights(tmp_path):
+    write(tmp_path, awq(64))
+    edit_config(tmp_path, quantization_config=None)
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 16, "group_size": -1}))
+    (tmp_path / "quant_config.json").write_text(json.dumps({"w_bit": 4, "q_group_size": 64}))
+    assert load(tmp_path, cpu_isa="torch").spec.method == "awq"
+
+
+@pytest.mark.parametrize(
+    ("file", "found", "says"),
+    [
+        ("quantize_config.json", {"bits": 3}, "weights of 3 bits are not supported"),
+        ("quantize_config.json", {"bits": 4, "modules_in_block_to_quantize": 1}, "modules_in_block_to_quantize must"),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 0}, "group_size must be -1 or a positive whole number"),
+        (
+            "hf_quant_config.json",
+            {"quantization": {"quant_algo": "FP8", "exclude_modules": 1}},
+            "exclude_modules must be a list of names",
+        ),
+    ],
+)
+def test_a_refusal_names_the_file_that_the_value_is_in(tmp_path, file, found, says):
+    write(tmp_path, gptq())
+    edit_config(tmp_path, quantization_config=None)
+    (tmp_path / file).write_text(json.dumps(found))
+    assert refused(tmp_path).startswith(f"{file}: {says}")
 
 
 def test_patterns_of_modelopt_name_plain_modules():

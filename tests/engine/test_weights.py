@@ -254,6 +254,12 @@ def test_the_index_decides_which_of_two_files_a_tensor_is_read_from(folder):
     models.examine(folder, EngineConfig(model=""))  # their shapes are those of config.json
 
 
+def test_a_tensor_in_two_files_that_the_index_does_not_list_is_harmless(folder):
+    for path in shard(folder)[:2]:
+        save_file({**load_file(path), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, path)
+    models.examine(folder, EngineConfig(model=""))
+
+
 def test_two_files_with_the_same_tensor_and_no_index_are_refused(folder):
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     save_file({"model.norm.weight": torch.ones(8)}, folder / "b.safetensors")
