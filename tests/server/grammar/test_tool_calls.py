@@ -784,14 +784,18 @@ def test_reasoning_precedes_the_content_of_a_schema(small, opened):
 def test_reasoning_ends_within_its_budget(marked, reasoning):
     formats = Formats("gpt_oss" if reasoning == "gpt_oss" else None, reasoning)
     opens, closes = BLOCKS[reasoning]
-    after = "<|start|>assistant<|channel|>final<|message|>" if reasoning == "gpt_oss" else "\n\n"
+    starts = {
+        "gpt_oss": "<|start|>assistant<|channel|>final<|message|>",
+        "solar_open": "<|begin|>assistant<|content|>",
+    }
+    after = starts.get(reasoning, "\n\n")
     for budget in (0, 1, 7):
         lark = shaped(marked, formats, budget=budget)
         assert find_problem("lark", lark) is None
         for words in (0, 1, 7, 8):
             thought = " whale" * words
             assert len(marked.library.encode(thought).ids) == words
-            fits = words <= budget and (budget > 0 or reasoning == "gpt_oss")
+            fits = words <= budget and (budget > 0 or reasoning in starts)
             assert marked.allows(lark, f"{opens}{thought}{closes}{after}Yes.") == fits, (budget, words)
 
 
