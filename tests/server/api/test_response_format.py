@@ -222,11 +222,14 @@ async def test_a_folder_without_tokenizer_json_has_structured_output(tmp_path, m
     config = {"pattern": r"\S+|\s+", "default_vocab_size": 266, "default_num_special_tokens": 10}
     (folder / "tekken.json").write_text(json.dumps({"config": config, "vocab": vocab}))
 
+    sea = {"type": "object", "properties": {"sea": {"enum": ["calm", "rough"]}}, "required": ["sea"]}
+    sea["additionalProperties"] = False  # so that 60 tokens are enough
+
     async def use(client):
-        asked = {"prompt": "the sea", "structured_outputs": {"json": POINT}, "temperature": 1.5, "max_tokens": 60}
+        asked = {"prompt": "the sea", "structured_outputs": {"json": sea}, "temperature": 1.5, "max_tokens": 60}
         answer = await client.post(COMPLETIONS, json=asked)
         assert answer.status_code == 200, answer.text
-        jsonschema.validate(json.loads(answer.json()["choices"][0]["text"]), POINT)
+        jsonschema.validate(json.loads(answer.json()["choices"][0]["text"]), sea)
 
     await serve(use, str(folder))
 
