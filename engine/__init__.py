@@ -17,6 +17,7 @@ from .packaged import on_this_machine as packaged_models
 from .packaged import pull
 from .process import begin_child, spawn
 from .supervisor import Child, ProcessEngine
+from .tokenizer_files.byte_level import byte_characters
 from .tokenizer_files.folder import MAX_BYTES as TOKENIZER_BYTES
 from .tokenizer_files.folder import tokenizer_folder
 from .types import (
@@ -66,6 +67,7 @@ __all__ = [
     "TokenDelta",
     "TokenLogprob",
     "begin_child",
+    "byte_characters",
     "cpp_compiler",
     "fetch",
     "grammar_problem",

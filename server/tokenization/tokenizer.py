@@ -13,7 +13,16 @@ from typing import Any
 
 import tokenizers
 
-from engine import LIST_BYTES, TOKENIZER_BYTES, ModelError, read_file, read_json, read_text, tokenizer_folder
+from engine import (
+    LIST_BYTES,
+    TOKENIZER_BYTES,
+    ModelError,
+    byte_characters,
+    read_file,
+    read_json,
+    read_text,
+    tokenizer_folder,
+)
 
 from .split import TextSplitter, minima
 
@@ -66,7 +75,7 @@ class ByteDecoder:
     def __init__(self, library: tokenizers.Tokenizer, shape: ByteShape) -> None:
         self._library = library
         self._shape = shape
-        self._byte_of = byte_of_character() if shape.byte_level else None
+        self._byte_of = {char: byte for byte, char in byte_characters().items()} if shape.byte_level else None
         self._known: dict[int, bytes] = {}  # a cache, since most of a vocabulary is never used
 
     def piece(self, token_id: int, after: int | None) -> bytes | None:
@@ -223,13 +232,6 @@ class Tokenizer:
 
 def _token(library: tokenizers.Tokenizer, token_id: int) -> str | None:
     return library.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
-
-
-def byte_of_character() -> dict[str, int]:
-    """The characters of byte-level vocabularies: printable Latin-1 is itself, the other bytes start at U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 def _decoder_steps(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:

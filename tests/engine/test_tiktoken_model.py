@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import regex
 
-from engine import ModelError
+from engine import ModelError, byte_characters
 from engine.tokenizer_files.byte_level import MAX_TOKEN
 from engine.tokenizer_files.tiktoken_model import DEFAULTS, convert
-from server.tokenization.tokenizer import Tokenizer, byte_of_character
+from server.tokenization.tokenizer import Tokenizer
 
 Folder = Callable[..., Path]
 
@@ -176,7 +176,7 @@ def test_ranks_in_any_order_give_the_ids_of_tiktoken(tmp_path: Path) -> None:
 def test_a_real_vocabulary_has_the_merges_of_its_own_tokenizer(data: Path, tmp_path: Path) -> None:
     """Qwen's tokenizer.json was made from a file of this format."""
     model = json.loads((data / "tokenizers/qwen3/tokenizer.json").read_text())["model"]
-    byte_of = byte_of_character()
+    byte_of = {char: byte for byte, char in byte_characters().items()}
     ranks = {bytes(byte_of[each] for each in token): rank for token, rank in model["vocab"].items()}
     (tmp_path / "tiktoken.model").write_text(lines(ranks))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config(len(ranks))))
