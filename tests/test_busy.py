@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import busy
@@ -18,20 +19,16 @@ ROOT = Path(__file__).parent.parent
 
 def children() -> set[int]:
     """Return this process's children."""
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    return {child.pid for child in psutil.Process().children()}
 
 
 def is_running(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
 
 
-needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-
-
-@needs_proc
 def test_competitors_run_within_the_block_and_are_gone_after_it():
     before = children()
     with pytest.raises(KeyError), busy.competitors(2):
@@ -41,13 +38,12 @@ def test_competitors_run_within_the_block_and_are_gone_after_it():
     assert not any(map(is_running, competitors))
 
 
-@needs_proc
 def test_competitors_end_when_the_measurement_is_killed():
     code = """
-import pathlib, time
+import psutil, time
 from benchmarks import busy
 with busy.competitors(2):
-    print(pathlib.Path("/proc/thread-self/children").read_text(), flush=True)
+    print(*(child.pid for child in psutil.Process().children()), flush=True)
     time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as measurement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -186,7 +187,12 @@ computing.join()  # torch aborts a thread that still computes while the interpre
 
 def helpers() -> list[Path]:
     """Return the pool's threads of this process."""
-    return [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "pequod-kernels\n"]
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread of something else that has ended meanwhile
+            if (task / "comm").read_text() == "pequod-kernels\n":
+                found.append(task)
+    return found
 
 
 def sleep_(tasks: list[Path]) -> bool:

@@ -9,6 +9,7 @@ says may be repeated too, but only in the 400 that refuses it.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import itertools
 import json
@@ -96,7 +97,8 @@ class Watched(PacedServer):
             seen[path] = self.client.get(path).text
         for pid in tree(self.process.pid):
             for path in (Path(f"/proc/{pid}/cmdline"), *Path(f"/proc/{pid}/task").glob("*/comm")):
-                seen[str(path)] = path.read_text(errors="replace")
+                with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+                    seen[str(path)] = path.read_text(errors="replace")
             if pid != self.process.pid:  # the variables of its own process are as they were given
                 seen[f"environment of {pid}"] = Path(f"/proc/{pid}/environ").read_text(errors="replace")
         assert len(tree(self.process.pid)) >= 3, "the server, its engine and what renders templates"
