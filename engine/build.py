@@ -25,7 +25,7 @@ from .kernels.library import Choice, Kernels, settle
 from .kernels.weight_packing import compresses
 from .loop import EngineLoop, Outbox, StepOutOfMemory
 from .machine_memory import Machine
-from .models.weights import Checkpoint
+from .models.checkpoint.weights import Checkpoint
 from .out_of_memory import guarded
 from .runner import cuda_graphs
 from .runner.runner import Runner
@@ -188,7 +188,7 @@ def describe(config: EngineConfig, *, weights: bool = True) -> Described:
         spec = dataclasses.replace(spec, layers=[backend.backend.as_cached(layer) for layer in spec.layers])
         product = models.product(config, spec, device)
         if config.batch_invariant:
-            from .models import invariance  # needs all that the native decoder does
+            from .models.gpu import invariance  # needs all that the native decoder does
 
             attending = attention.create(backend.name, config.cpu_isa, invariant=True)
             if reason := invariance.objection(spec, device, product, attending):

@@ -20,21 +20,24 @@ from .attention.gpu_plan import FEW_ROWS
 from .attention.paged_gpu import PagedGPU, Rotation, is_interpreted, limitation
 from .config import EngineConfig
 from .kernels.launching import META, Compiling, Job
-from .models import ModelSpec, gpu_experts, invariance, on_gpu, skinny
+from .models import ModelSpec
 from .models.decoder_layer import Layer
 from .models.experts import Experts
-from .models.family import BEFORE
-from .models.gpu_coded import CodedRows
-from .models.gpu_heads import MANY_TOKENS
-from .models.gpu_latent import GPULatent
-from .models.gpu_layers import add, gate_heads
+from .models.families.family import BEFORE
+from .models.gpu import executor as on_gpu
+from .models.gpu import experts as gpu_experts
+from .models.gpu import invariance, skinny
+from .models.gpu.coded import CodedRows
+from .models.gpu.heads import MANY_TOKENS
+from .models.gpu.latent import GPULatent
+from .models.gpu.layers import add, gate_heads
+from .models.gpu.single import Single
+from .models.gpu.skinny import CANDIDATES, candidates
 from .models.layer_inputs import LayerInputs
 from .models.layers import InFile, Linear
-from .models.mixers import gpu_jobs
+from .models.mixers.mixer import gpu_jobs
 from .models.norms import RMSNorm, make_norm
 from .models.rope import Rotary
-from .models.single import Single
-from .models.skinny import CANDIDATES, candidates
 from .runner.triton_logits import FIELDS, TritonLogits
 
 FEW = 2  # tokens of a chunk

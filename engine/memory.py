@@ -125,7 +125,7 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, backend: type[Attent
 
 def graph_reserve(spec: ModelSpec, config: EngineConfig, backend: type[AttentionBackend]) -> GraphReserve:
     """Return the maximum memory of the CUDA graphs of a resolved config."""
-    from .models.mixers import gpu_limitation
+    from .models.mixers.mixer import gpu_limitation
 
     assert config.max_seqs and config.max_batched_tokens
     decoder = spec.decoder

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, models
 from engine.cache_groups import CacheGroups
-from engine.models.architectures import MODEL_TYPES
+from engine.models.families.architectures import MODEL_TYPES
 
 VOCAB = 300
 MAX_LEN = 256

@@ -21,11 +21,11 @@ from engine.batch import Batch
 from engine.build import Built, build
 from engine.config import EngineConfig
 from engine.models.decoder import Decoder
-from engine.models.gpu_tiles import AnyTile as QuantizedTile
-from engine.models.on_gpu import measured
-from engine.models.scaled import ByTorch, Narrow
-from engine.models.single import Single
-from engine.models.skinny import CANDIDATES, AnyTile, is_measurable
+from engine.models.gpu.executor import measured
+from engine.models.gpu.scaled import ByTorch, Narrow
+from engine.models.gpu.single import Single
+from engine.models.gpu.skinny import CANDIDATES, AnyTile, is_measurable
+from engine.models.gpu.tiles import AnyTile as QuantizedTile
 from engine.runner import Step
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.scheduler import Scheduler

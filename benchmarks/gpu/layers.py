@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from engine.attention import AttentionLayer, AttentionMeta
 from engine.attention.paged_gpu import HeadNorms, PagedGPU, Rotation, limitation
 from engine.kernels.launching import use_device
+from engine.models.gpu.executor import add_norm, gated
 from engine.models.norms import RMSNorm
-from engine.models.on_gpu import add_norm, gated
 from engine.models.rope import Rope, Rotary, rotate
 from engine.roofline import BYTES, read_rate
 

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels.launching import use_device
-from engine.models import scaled as fp8
-from engine.models.gpu_form import ROUNDED, Form
-from engine.models.gpu_tiles import TILES, Tiles
-from engine.models.gpu_weights import GPUProduct, GPUWeight, random_weight, relative
-from engine.models.measured_tiles import fastest
-from engine.models.weight_trial import objection
+from engine.models.gpu import scaled as fp8
+from engine.models.gpu.form import ROUNDED, Form
+from engine.models.gpu.measured_tiles import fastest
+from engine.models.gpu.tiles import TILES, Tiles
+from engine.models.gpu.weight_trial import objection
+from engine.models.gpu.weights import GPUProduct, GPUWeight, random_weight, relative
 from engine.roofline import BYTES, read_rate
 
 from .kernels import seconds_of

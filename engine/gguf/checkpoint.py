@@ -19,8 +19,8 @@ from ..files import LIST_BYTES, read_file
 from ..grouped_rows import Rows
 from ..kernels.blocks import PIECE_NUMBERS
 from ..kernels.matmul import BlockRows, Parts
-from ..models.gpu_coded import CodedRows
-from ..models.weights import Checkpoint, Entry
+from ..models.checkpoint.weights import Checkpoint, Entry
+from ..models.gpu.coded import CodedRows
 from ..types import ModelError
 from .folder import TENSORS
 from .forms import FORMS, read, stored_type

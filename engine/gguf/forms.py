@@ -8,8 +8,8 @@ import torch
 
 from ..kernels.blocks import FORMATS, PIECE_NUMBERS, Q8_0, in_q8_0
 from ..kernels.matmul import BlockRows
-from ..models.gpu_coded import CodedPiece
-from ..models.gpu_form import Form
+from ..models.gpu.coded import CodedPiece
+from ..models.gpu.form import Form
 from .reader import PLAIN
 
 FORMS = {"Q4_0": Form(4, 32, scale=torch.float16), "Q8_0": Form(8, 32, scale=torch.float16)}

@@ -1,4 +1,4 @@
-"""Nemotron-H in GGUF files, whose layers and names are those of its checkpoints, see engine/models/sublayers.py."""
+"""Nemotron-H in GGUF files, whose layers and names are those of its checkpoints, see models/checkpoint/sublayers.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Gated DeltaNet and Mamba2, see models/delta.py and models/mamba2.py: layers whose state is a matrix that each token
+// Gated DeltaNet and Mamba2, see models/mixers/delta.py and models/mixers/mamba2.py: layers whose state is a matrix that each token
 // corrects, or adds to. The queries, keys and values of Mamba2 are its C, B and x.
 //
 // A task is the tokens of a row and some value heads that share a head of queries and keys. It processes the tokens in
@@ -8,7 +8,7 @@
 // heads of several tasks, so it follows when all of them are done.
 //
 // Order. A number that is read from a matrix is one chain of fused multiply-adds along the keys. The order of a norm's
-// sum depends on the head's size alone. Results are rounded where models/delta.py and models/mamba2.py do. So a sequence has the same bits
+// sum depends on the head's size alone. Results are rounded where models/mixers/delta.py and models/mixers/mamba2.py do. So a sequence has the same bits
 // however its tokens are divided into steps, segments and chunks, and whatever other rows a step has.
 #include "numbers.h"
 #include "work.h"
@@ -22,7 +22,7 @@ const int64_t AHEAD = 8;        // tokens between the one that is read and the o
 const int64_t SMALL = 1 << 17;  // multiply-adds below which waking other threads costs more than they save
 const int64_t EVEN = 4;         // tasks of a thread that are enough for all threads to end at about the same time
 const int64_t HEADS = 8;        // of a task at most: their matrices fit the second-level cache
-const float L2_EPS = 1e-6f;     // as in models/delta.py
+const float L2_EPS = 1e-6f;     // as in models/mixers/delta.py
 
 enum Rule { DELTA, MAMBA2 };
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet on the CPU by our own kernel, see engine/models/delta.py, whose function it replaces."""
+"""Gated DeltaNet on the CPU by our own kernel, see engine/models/mixers/delta.py, whose function it replaces."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .library import DTYPES, Kernels
 from .structures import Delta
 
 if TYPE_CHECKING:
-    from ..models.delta import DeltaLayer
-    from ..models.states import LayerStates, MatrixShape, Segments
+    from ..models.mixers.delta import DeltaLayer
+    from ..models.mixers.states import LayerStates, MatrixShape, Segments
 
 INVALID = 2  # returned for segments that do not fit the tokens or the states
 

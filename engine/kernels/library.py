@@ -149,7 +149,9 @@ class Choice:
     note: str = ""  # the disadvantage of this choice
     fix: str = ""  # how to avoid it
     alone: bool = True  # no part of a row's result is summed by torch
-    is_uniform: bool = False  # our Triton kernels compute all of a model's products on a GPU, see models/invariance.py
+    is_uniform: bool = (
+        False  # our Triton kernels compute all of a model's products on a GPU, see models/gpu/invariance.py
+    )
     is_proven: bool = False  # that they compute a row alike in any batch
 
     @property

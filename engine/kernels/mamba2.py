@@ -1,4 +1,4 @@
-"""Mamba2 on the CPU by our own kernel, see engine/models/mamba2.py, whose function it replaces."""
+"""Mamba2 on the CPU by our own kernel, see engine/models/mixers/mamba2.py, whose function it replaces."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .library import Kernels
 from .structures import Delta
 
 if TYPE_CHECKING:
-    from ..models.mamba2 import Mamba2Layer
-    from ..models.states import LayerStates, Segments
+    from ..models.mixers.mamba2 import Mamba2Layer
+    from ..models.mixers.states import LayerStates, Segments
 
 
 class Mamba2Kernel:

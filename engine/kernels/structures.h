@@ -125,7 +125,7 @@ struct Stack {
   void *x, *normed, *line, *seen, *inner;  // x: input and output; scratch for the norms, QKV, attention and the MLP
 };
 
-// A layer of linear attention or of Mamba2, and a step to compute, see models/delta.py and models/states.py.
+// A layer of linear attention or of Mamba2, and a step to compute, see models/mixers/delta.py and models/mixers/states.py.
 struct Delta {
   const int32_t* row_start;  // [rows + 1]
   const int32_t* begin;      // [segments + 1]
@@ -144,6 +144,6 @@ struct Delta {
   int64_t window_stride, matrix_stride;  // from a state to the next, in numbers
   int64_t qkvz_stride, gates_stride;     // from a token to the next, in numbers
   float eps;
-  int32_t is_tiled;                      // see LinearShape in models/states.py
+  int32_t is_tiled;                      // see LinearShape in models/mixers/states.py
   float least, most;                     // Mamba2: limits of the time steps
 };

@@ -14,18 +14,19 @@ from ..gguf import folder as gguf
 from ..kernels.library import Choice
 from ..quantized.config import parse
 from ..types import ConfigError, EngineError, ModelError
-from . import mixer_shapes, sublayers
-from .architectures import architecture, native_architecture
-from .dummy import DummyWeights
-from .families import FAMILIES
+from .checkpoint import sublayers
+from .checkpoint.dummy import DummyWeights
+from .checkpoint.multimodal import text_part
+from .checkpoint.regrouped import regroup
+from .checkpoint.stacked import StackedCheckpoint
+from .checkpoint.weights import Checkpoint
+from .families import mixer_shapes
+from .families.architectures import architecture, native_architecture
+from .families.plain import FAMILIES
 from .fitting import fit, product, with_dequantized
 from .forward import Forward, Outputs
 from .model import Model, Progress
-from .multimodal import text_part
-from .regrouped import regroup
 from .spec import ModelSpec, read_config, read_spec, with_dtype, with_routers
-from .stacked import StackedCheckpoint
-from .weights import Checkpoint
 
 
 def describe(folder: Path, config: EngineConfig) -> ModelSpec:
@@ -94,7 +95,7 @@ def _spec(folder: Path, source: dict[str, Any], config: EngineConfig, checkpoint
         spec = read_spec(source, config, native_only=config.implementation == "native")
         if spec is not None:
             if checkpoint is not None:
-                from .check import check
+                from .checkpoint.check import check
 
                 spec = _as_stored(spec, checkpoint)
                 check(spec, checkpoint)

@@ -1,4 +1,4 @@
-"""The native decoder for the architectures of families.py, whose differences are fields of a DecoderSpec."""
+"""The native decoder for the architectures of families/, whose differences are fields of a DecoderSpec."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from torch import Tensor
 from ..kernels.library import Choice
 from ..kernels.matmul import Packing, Sources
 from ..types import ModelError
-from . import gpu_choice, multimodal
+from .checkpoint import multimodal
+from .checkpoint.weights import Checkpoint, reported
 from .decoder_layer import Layer
 from .decoder_spec import sinks_name
 from .executor import CapturedHead, Eager, Executor
 from .forward import Forward, Outputs
 from .fused import Fused
-from .gpu_coded import CodedRows
+from .gpu import choice as gpu_choice
+from .gpu.coded import CodedRows
 from .importance import ROWS, of_hidden
 from .layer_inputs import LayerInputs
 from .layers import InFile, Linear, Quantization, softcap
@@ -25,7 +27,6 @@ from .norms import make_norm
 from .precision import head_bits, is_grouped, layer_bits, weighs_columns
 from .rope import Rotary
 from .spec import ModelSpec
-from .weights import Checkpoint, reported
 
 
 class Decoder:
@@ -40,8 +41,7 @@ class Decoder:
         self.layers: list[Layer] = []
         caches, shared = decoder.caches, {shape.shares for shape in decoder.shapes}
         for index in range(len(decoder.shapes)):
-            is_shared = index in shared
-            self.layers.append(Layer(index, spec, decoder, device, cache=caches[index], is_shared=is_shared))
+            self.layers.append(Layer(index, spec, decoder, device, cache=caches[index], is_shared=index in shared))
             if spec.on_gpu:  # the plain weights may not fit: they are allocated, and quantized, layer by layer
                 for _, linear, *_ in self.layers[-1].parts():
                     linear.defer()

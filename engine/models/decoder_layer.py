@@ -14,10 +14,10 @@ from .decoder_spec import DecoderSpec, sinks_name
 from .experts import Beside, Experts
 from .forward import Forward
 from .importance import after_norm
-from .latent_layer import LatentAttention
 from .layer_inputs import LayerInput
 from .layers import Gated, InFile, Linear, Quantization
-from .mixers import make_mixer
+from .mixers.latent_layer import LatentAttention
+from .mixers.mixer import make_mixer
 from .norms import RMSNorm, make_norm
 from .precision import LayerBits
 from .rope import Turn, rotate

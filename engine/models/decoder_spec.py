@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 
 from ..quantized.config import Weights
 from .experts import ExpertsSpec
-from .family import BEFORE, MLP, PLAIN, UNGATED, HeadGate, NormKind, NormNames
-from .latent import LatentShape
+from .families.family import BEFORE, MLP, PLAIN, UNGATED, HeadGate, NormKind, NormNames
+from .families.latent_shapes import LatentShape
+from .mixers.states import MixerShape
 from .rope import Rope
-from .states import MixerShape
 
 
 class Scales(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels.library import Kernels
 from ..kernels.structures import Mixture, Multiplied
-from .family import NormKind
+from .families.family import NormKind
 from .layers import Clamp, Gated, InFile, Linear, Quantization
 from .norms import make_norm
 from .precision import LayerBits

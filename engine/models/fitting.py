@@ -11,12 +11,12 @@ from ..config import EngineConfig
 from ..kernels.library import Choice, choose
 from ..quantized.config import count_blocks, parse
 from ..types import ConfigError
-from . import weight_trial
-from .gpu_form import Form
-from .gpu_weights import is_gpu
+from .checkpoint.weights import Checkpoint
+from .gpu import weight_trial
+from .gpu.form import Form
+from .gpu.weights import is_gpu
 from .precision import BITS
 from .spec import ModelSpec
-from .weights import Checkpoint
 
 
 def fit(spec: ModelSpec, config: EngineConfig, device: torch.device, checkpoint: Checkpoint | None = None) -> ModelSpec:

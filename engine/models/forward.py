@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..attention import KVCache, Plan
-from .states import States
+from .mixers.states import States
 
 
 @dataclass(frozen=True, slots=True)

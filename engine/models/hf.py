@@ -31,15 +31,15 @@ from ..files import read_json, shown
 from ..kernels.library import Choice, Kernels
 from ..out_of_memory import is_out_of_memory
 from ..types import ModelError
-from .architectures import architecture
-from .dummy import DummyWeights, initialize
+from .checkpoint.dummy import DummyWeights, initialize
+from .checkpoint.weights import Checkpoint
 from .executor import Executor
+from .families.architectures import architecture
 from .forward import Forward, Outputs
 from .packing import Swap, pack, unpack
 from .rope import MAX_NUMBER
 from .spec import ModelSpec, choose_dtype, serve_len
 from .trial import NOT_THERE, first_line, overheard, quiet, refusal, try_without_weights
-from .weights import Checkpoint
 
 SERVE = "pequod"  # without a mask function of this name, transformers makes no masks
 # Settings that count parts of a model. transformers makes lists of that length before it creates a model.

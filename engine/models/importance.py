@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.matmul import Stored
+from .checkpoint.upload import read_all
 from .norms import RMSNorm
-from .upload import read_all
 
 ROWS = 4096  # of the embedding that are read: with all of them the error of SmolLM2-135M was the same
 # Numbers of a weight that are squared at once. On a CPU they are too few for torch to share among threads: where other

@@ -25,12 +25,12 @@ from ..kernels.matmul import (
     unquantized,
 )
 from ..kernels.structures import Gate, Multiplied
-from .gpu_coded import CodedRows, load
-from .gpu_weights import GPUProduct, GPUWeight
+from .gpu.coded import CodedRows, load
+from .gpu.skinny import UNIFORM_FLOAT32, Alike, AnyTile, AsStored, Uniform, Uniforms, Way, multiply, tile_of
+from .gpu.weights import GPUProduct, GPUWeight
 from .importance import after_gate
 from .norms import RMSNorm
 from .rounding import rounded
-from .skinny import UNIFORM_FLOAT32, Alike, AnyTile, AsStored, Uniform, Uniforms, Way, multiply, tile_of
 
 # Rows for which torch reorders a weight: those of a decode step, where the order matters most.
 PACK_ROWS = 16

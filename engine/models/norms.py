@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import Kernels
-from .family import PLAIN, NormKind
+from .families.family import PLAIN, NormKind
 
 
 class RMSNorm:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.matmul import GROUP
-from .gpu_form import ROUNDED
-from .gpu_weights import GPUWeight
+from .gpu.form import ROUNDED
+from .gpu.weights import GPUWeight
 
 # What the largest number of a group of 4 bits is divided by: of these scales the best is taken.
 TOPS = (-8.0, -8.4, -7.2, -8.8, -7.8, -8.2, -7.0, -8.6)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.library import Kernels
-from .family import HeadGate
+from .families.family import HeadGate
 
 
 def sigmoid(x: Tensor, kernels: Kernels | None) -> Tensor:

@@ -22,16 +22,17 @@ from ..kernels.matmul import quantized_bytes
 from ..quantized import locations
 from ..quantized.config import Scheme, TypeOf, count_blocks, parse
 from ..types import ConfigError, ModelError
-from . import expert_shapes, layer_kinds, multimodal, sublayers
-from .architectures import architecture, native_architecture
+from .checkpoint import multimodal, sublayers
+from .checkpoint.weights import Checkpoint, original
 from .decoder_spec import DecoderSpec, LayerShape, sinks_name
-from .families import FAMILIES
-from .gpu_form import ROUNDED, Form
-from .gpu_weights import PIECE_NUMBERS
-from .keys import count_of, number, whole
+from .families import expert_shapes, layer_kinds
+from .families.architectures import architecture, native_architecture
+from .families.keys import count_of, number, whole
+from .families.plain import FAMILIES
+from .gpu.form import ROUNDED, Form
+from .gpu.weights import PIECE_NUMBERS
+from .mixers.states import MixerShape
 from .precision import head_bits, is_grouped, rounded_shapes
-from .states import MixerShape
-from .weights import Checkpoint, original
 
 DTYPES = {
     "float32": torch.float32,

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ..kernels.matmul import Packed
 from ..kernels.structures import Gate
-from .family import UNGATED
+from .families.family import UNGATED
 from .importance import after_squares
 from .layers import Clamp, Gated, InFile, Linear, plain_parts
 

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from ..attention import AttentionLayer
 from ..types import ModelError
-from .weights import Checkpoint
+from .checkpoint.weights import Checkpoint
 
 TRIAL = "pequod_trial"  # records its arguments
 # Further keyword arguments of attention calls that are handled, or that may be ignored.

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..kernels.blocks import FORMATS
 from ..kernels.matmul import BlockRows, Converted, Sources
-from ..models import multimodal
-from ..models.gpu_coded import CodedPiece, CodedRows
-from ..models.gpu_form import Form
-from ..models.gpu_weights import FLOAT8_NAN
-from ..models.weights import Checkpoint, Entry
+from ..models.checkpoint import multimodal
+from ..models.checkpoint.weights import Checkpoint, Entry
+from ..models.gpu.coded import CodedPiece, CodedRows
+from ..models.gpu.form import Form
+from ..models.gpu.weights import FLOAT8_NAN
 from ..types import ModelError
 from .blocks import NUMBERS, write_blocks
 from .config import BLOCK, HEAD, Quantization, Scheme

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..models.gpu_form import UNIT, Form
+from ..models.gpu.form import UNIT, Form
 from .config import Scheme
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..files import read_json
-from ..models.weights import Checkpoint
+from ..models.checkpoint.weights import Checkpoint
 from ..types import ModelError
 
 

@@ -18,7 +18,7 @@ from ..memory import GraphReserve
 from ..models import Forward, Model, ModelSpec
 from ..models.decoder import Decoder
 from ..models.executor import Executor
-from ..models.on_gpu import OnGPU
+from ..models.gpu.executor import OnGPU
 from .buffers import Buffers
 from .cuda_graphs import GraphDevice
 from .draw_graphs import DrawGraphs

@@ -10,7 +10,7 @@ import torch
 from ..batch import Row
 from ..config import EngineConfig
 from ..models import ModelSpec
-from ..models.states import LayerStates, Segments, States
+from ..models.mixers.states import LayerStates, Segments, States
 
 SEGMENTS_PER_ROW = 4  # for which there is memory, on average: most rows have one segment
 

@@ -28,18 +28,23 @@ from engine.compiling import jobs
 from engine.kernels import launching
 from engine.kernels.launching import META, Compiling
 from engine.kernels.library import Choice
-from engine.models import Forward, gpu_delta, gpu_mamba2, gpu_short_conv, invariance, on_gpu, skinny, weight_trial
+from engine.models import Forward
 from engine.models.decoder import Decoder
-from engine.models.family import BEFORE
-from engine.models.gpu_coded import CodedRows
-from engine.models.gpu_form import ROUNDED, Form
-from engine.models.gpu_gates import gate_constants
+from engine.models.families.family import BEFORE
+from engine.models.gpu import delta as gpu_delta
+from engine.models.gpu import executor as on_gpu
+from engine.models.gpu import invariance, skinny, weight_trial
+from engine.models.gpu import mamba2 as gpu_mamba2
+from engine.models.gpu import short_conv as gpu_short_conv
+from engine.models.gpu.coded import CodedRows
+from engine.models.gpu.executor import OnGPU
+from engine.models.gpu.form import ROUNDED, Form
+from engine.models.gpu.gates import gate_constants
+from engine.models.gpu.skinny import CANDIDATES, UNIFORM, Choices, Tiles, candidates
 from engine.models.layers import InFile, Linear
-from engine.models.mixers import gpu_jobs
-from engine.models.on_gpu import OnGPU
-from engine.models.skinny import CANDIDATES, UNIFORM, Choices, Tiles, candidates
+from engine.models.mixers.mixer import gpu_jobs
+from engine.models.mixers.states import ConvShape, LinearShape, Mamba2Shape, Segments
 from engine.models.spec import ModelSpec, read_spec
-from engine.models.states import ConvShape, LinearShape, Mamba2Shape, Segments
 from engine.runner.triton_logits import FIELDS, TritonLogits
 
 CPU = torch.device("cpu")

@@ -44,29 +44,26 @@ from engine.kernels.gpu import (
 )
 from engine.kernels.gpu import scaled as scaled_kernels
 from engine.kernels.gpu import single as single_kernels
-from engine.models import (
-    gpu_delta,
-    gpu_experts,
-    gpu_heads,
-    gpu_latent,
-    gpu_mamba2,
-    gpu_short_conv,
-    gpu_tiles,
-    gpu_weights,
-    scaled,
-    single,
-)
-from engine.models import skinny as few_rows
-from engine.models.gpu_form import ROUNDED, Form
-from engine.models.gpu_gates import gate_constants
-from engine.models.gpu_layers import GATE_TILE
-from engine.models.gpu_tiles import Tile
-from engine.models.gpu_weights import DEQUANTIZED_ROWS, DEQUANTIZED_WARPS, LOOKED_UP
-from engine.models.latent import MAX_RANK, LatentShape
-from engine.models.on_gpu import MAX_HIDDEN
-from engine.models.scaled import Narrow
-from engine.models.single import SINGLES, Row, Single
-from engine.models.states import ConvShape, LinearShape, Mamba2Shape, MixerShape
+from engine.models.families.latent_shapes import MAX_RANK, LatentShape
+from engine.models.gpu import delta as gpu_delta
+from engine.models.gpu import experts as gpu_experts
+from engine.models.gpu import heads as gpu_heads
+from engine.models.gpu import latent as gpu_latent
+from engine.models.gpu import mamba2 as gpu_mamba2
+from engine.models.gpu import scaled, single
+from engine.models.gpu import short_conv as gpu_short_conv
+from engine.models.gpu import skinny as few_rows
+from engine.models.gpu import tiles as gpu_tiles
+from engine.models.gpu import weights as gpu_weights
+from engine.models.gpu.executor import MAX_HIDDEN
+from engine.models.gpu.form import ROUNDED, Form
+from engine.models.gpu.gates import gate_constants
+from engine.models.gpu.layers import GATE_TILE
+from engine.models.gpu.scaled import Narrow
+from engine.models.gpu.single import SINGLES, Row, Single
+from engine.models.gpu.tiles import Tile
+from engine.models.gpu.weights import DEQUANTIZED_ROWS, DEQUANTIZED_WARPS, LOOKED_UP
+from engine.models.mixers.states import ConvShape, LinearShape, Mamba2Shape, MixerShape
 from engine.runner.triton_logits import COUNT_DIGITS, ENTRIES, GROUP, SUM_DIGITS, TILE, TILES, WARPS
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"

@@ -19,7 +19,7 @@ from engine.attention import AttentionLayer, AttentionMeta, KVCache, check, choi
 from engine.attention.layer import LARGEST
 from engine.attention.paged_gpu import PagedGPU
 from engine.attention.reference import quantize
-from engine.models import on_gpu
+from engine.models.gpu import executor as on_gpu
 from engine.runner import logits_choice
 from tests.engine.interpreter import prepare
 from tests.engine.test_attention import CPU, Pool, layer_of, spoil

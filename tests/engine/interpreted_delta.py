@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models import delta, gpu_delta
-from engine.models.delta import DeltaLayer, DeltaWeights
-from engine.models.gpu_delta import gated_delta, objection
-from engine.models.gpu_states import TRIAL_ROWS, TRIAL_STATES
-from engine.models.mixers import gpu_jobs
-from engine.models.states import LayerStates, LinearShape, Segments
+from engine.models.gpu import delta as gpu_delta
+from engine.models.gpu.delta import gated_delta, objection
+from engine.models.gpu.states import TRIAL_ROWS, TRIAL_STATES
+from engine.models.mixers.delta import DeltaLayer, DeltaWeights
+from engine.models.mixers.mixer import delta, gpu_jobs
+from engine.models.mixers.states import LayerStates, LinearShape, Segments
 from tests.engine.interpreter import prepare
 from tests.engine.test_attention import CPU
 

@@ -21,17 +21,20 @@ from engine.kernels.gpu import experts as kernels
 from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import skinny as skinny_kernels
 from engine.kernels.gpu import storing as storing_kernels
-from engine.models import gpu_choice, gpu_experts, gpu_weights, skinny, weight_trial
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
 from engine.models.experts import Experts, Routing
-from engine.models.gpu_experts import RoutedExperts, objection
-from engine.models.gpu_form import Form
-from engine.models.gpu_layers import gated
-from engine.models.gpu_weights import GPUProduct, random_weight
+from engine.models.gpu import choice as gpu_choice
+from engine.models.gpu import experts as gpu_experts
+from engine.models.gpu import skinny, weight_trial
+from engine.models.gpu import weights as gpu_weights
+from engine.models.gpu.executor import OnGPU
+from engine.models.gpu.experts import RoutedExperts, objection
+from engine.models.gpu.form import Form
+from engine.models.gpu.layers import gated
+from engine.models.gpu.skinny import ANY, Tile, Uniforms
+from engine.models.gpu.weights import GPUProduct, random_weight
 from engine.models.layers import Linear, Quantization
-from engine.models.on_gpu import OnGPU
-from engine.models.skinny import ANY, Tile, Uniforms
 from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, Calls, cache_of, inside, step
 from tests.engine.interpreter import prepare
 from tests.engine.recorder import Recorder

@@ -36,11 +36,16 @@ from engine.kernels.gpu import mamba2 as mamba2_kernels
 from engine.kernels.gpu import short_conv as conv_kernels
 from engine.kernels.gpu import skinny as skinny_kernels
 from engine.kernels.gpu import storing as storing_kernels
-from engine.models import dummy, gpu_delta, gpu_mamba2, gpu_short_conv, on_gpu, rope
+from engine.models import rope
+from engine.models.checkpoint import dummy
 from engine.models.executor import Eager
-from engine.models.gpu_experts import RoutedExperts
-from engine.models.routing import Order
-from engine.models.states import Segments
+from engine.models.gpu import delta as gpu_delta
+from engine.models.gpu import executor as on_gpu
+from engine.models.gpu import mamba2 as gpu_mamba2
+from engine.models.gpu import short_conv as gpu_short_conv
+from engine.models.gpu.experts import RoutedExperts
+from engine.models.gpu.routing import Order
+from engine.models.mixers.states import Segments
 from engine.runner import Runner, Step, buffers, cuda_graphs, logits_choice, state_inputs
 from engine.runner.state_inputs import StateInputs
 from engine.scheduler import Scheduler

@@ -33,14 +33,19 @@ from engine.kernels.gpu import latents as latent_kernels
 from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import skinny as skinny_kernels
 from engine.kernels.gpu import storing as storing_kernels
-from engine.models import dummy, gpu_latent, gpu_weights, invariance, layers, on_gpu, skinny
+from engine.models import layers
+from engine.models.checkpoint import dummy
 from engine.models.decoder import Decoder
-from engine.models.gpu_experts import RoutedExperts
-from engine.models.gpu_form import ROUNDED
-from engine.models.gpu_weights import GPUProduct, random_weight
-from engine.models.on_gpu import OnGPU
-from engine.models.routing import Order
-from engine.models.skinny import ANY, UNIFORM, UNIFORM_FLOAT32, Tile, Uniforms, multiply, tile_of
+from engine.models.gpu import executor as on_gpu
+from engine.models.gpu import invariance, skinny
+from engine.models.gpu import latent as gpu_latent
+from engine.models.gpu import weights as gpu_weights
+from engine.models.gpu.executor import OnGPU
+from engine.models.gpu.experts import RoutedExperts
+from engine.models.gpu.form import ROUNDED
+from engine.models.gpu.routing import Order
+from engine.models.gpu.skinny import ANY, UNIFORM, UNIFORM_FLOAT32, Tile, Uniforms, multiply, tile_of
+from engine.models.gpu.weights import GPUProduct, random_weight
 from engine.runner import cuda_graphs, logits_choice, triton_logits
 from engine.runner.logits import TorchLogits
 from engine.scheduler import Scheduler

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from engine.attention import AttentionMeta
 from engine.attention.paged_gpu import PagedGPU, Rotation
-from engine.models import gpu_heads
-from engine.models.gpu_heads import ANY, MANY, multiply
-from engine.models.gpu_latent import GPULatent
-from engine.models.latent import LatentShape
-from engine.models.latent_layer import ByTorch, LatentAttention
+from engine.models.families.latent_shapes import LatentShape
+from engine.models.gpu import heads as gpu_heads
+from engine.models.gpu.heads import ANY, MANY, multiply
+from engine.models.gpu.latent import GPULatent
+from engine.models.mixers.latent_layer import ByTorch, LatentAttention
 from engine.models.rope import Rope, Rotary
 from tests.engine.interpreter import prepare
 from tests.engine.test_attention import CPU, layer_of, spoil

@@ -26,16 +26,18 @@ from engine.kernels.gpu import attention as attention_kernels
 from engine.kernels.gpu import layers as layer_kernels
 from engine.kernels.gpu import storing as storing_kernels
 from engine.kernels.launching import gpu_kernels
-from engine.models import Forward, gpu_products, on_gpu
+from engine.models import Forward
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
-from engine.models.family import PLAIN, NormKind
-from engine.models.gpu_layers import add, gate_heads, normalize
+from engine.models.families.family import PLAIN, NormKind
+from engine.models.gpu import executor as on_gpu
+from engine.models.gpu import products as gpu_products
+from engine.models.gpu.executor import OnGPU, add_norm, gated
+from engine.models.gpu.layers import add, gate_heads, normalize
 from engine.models.layers import ACTIVATIONS
+from engine.models.mixers.states import LayerStates, Segments, States
 from engine.models.norms import RMSNorm, make_norm
-from engine.models.on_gpu import OnGPU, add_norm, gated
 from engine.models.rope import Rope, Rotary, rotate
-from engine.models.states import LayerStates, Segments, States
 from tests.engine.interpreter import prepare
 from tests.engine.test_attention import CPU, layer_of, spoil
 from tests.models import load_model, make

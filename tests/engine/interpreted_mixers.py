@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models import gpu_mamba2, gpu_short_conv, gpu_states, mamba2, mixers, short_conv
-from engine.models.gpu_states import TRIAL_ROWS
-from engine.models.mixers import gpu_jobs, gpu_limitation, make_mixer
-from engine.models.states import ConvShape, LayerStates, LinearShape, Mamba2Shape, MixerShape, Segments
+from engine.models.gpu import mamba2 as gpu_mamba2
+from engine.models.gpu import short_conv as gpu_short_conv
+from engine.models.gpu import states as gpu_states
+from engine.models.gpu.states import TRIAL_ROWS
+from engine.models.mixers.mixer import gpu_jobs, gpu_limitation, make_mixer, mamba2, short_conv
+from engine.models.mixers.mixer import mixer as mixers
+from engine.models.mixers.states import ConvShape, LayerStates, LinearShape, Mamba2Shape, MixerShape, Segments
 from tests.engine.interpreter import prepare
 from tests.engine.test_attention import CPU
 

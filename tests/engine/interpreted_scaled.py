@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from engine.kernels.gpu import scaled as kernels
-from engine.models import measured_tiles, scaled
-from engine.models.gpu_form import Form
-from engine.models.gpu_tiles import MOST_ROWS, TILES, candidates
-from engine.models.gpu_weights import GPUProduct, random_weight
-from engine.models.scaled import ByTorch, Narrow
+from engine.models.gpu import measured_tiles, scaled
+from engine.models.gpu.form import Form
+from engine.models.gpu.scaled import ByTorch, Narrow
+from engine.models.gpu.tiles import MOST_ROWS, TILES, candidates
+from engine.models.gpu.weights import GPUProduct, random_weight
 from tests.engine.interpreter import prepare
 from tests.engine.test_scaled import calls, emulated, error
 

@@ -14,18 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models import gpu_products, on_gpu, stored_rows
 from engine.models.executor import Eager
-from engine.models.family import NormKind
-from engine.models.gpu_form import ROUNDED, Form
-from engine.models.gpu_gates import is_gated
-from engine.models.gpu_products import after_norm, before_residual
-from engine.models.gpu_weights import GPUProduct, random_weight, relative
+from engine.models.families.family import NormKind
+from engine.models.gpu import executor as on_gpu
+from engine.models.gpu import products as gpu_products
+from engine.models.gpu import stored_rows
+from engine.models.gpu.executor import OnGPU
+from engine.models.gpu.form import ROUNDED, Form
+from engine.models.gpu.gates import is_gated
+from engine.models.gpu.products import after_norm, before_residual
+from engine.models.gpu.single import MOST_COLUMNS, REGISTERS, ROWS, SINGLES, Row, Single, _quantized
+from engine.models.gpu.skinny import AS_STORED, AsStored, Tiles, multiply
+from engine.models.gpu.weights import GPUProduct, random_weight, relative
 from engine.models.layers import ACTIVATIONS, Gated, Linear
 from engine.models.norms import RMSNorm, make_norm
-from engine.models.on_gpu import OnGPU
-from engine.models.single import MOST_COLUMNS, REGISTERS, ROWS, SINGLES, Row, Single, _quantized
-from engine.models.skinny import AS_STORED, AsStored, Tiles, multiply
 from tests.engine.interpreted_layers import cache_of, inside, model_of, step
 from tests.engine.interpreter import prepare
 from tests.engine.test_attention import CPU

@@ -18,11 +18,14 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from engine.kernels.gpu import skinny as skinny_kernels
-from engine.models import gpu_products, layers, on_gpu, skinny
+from engine.models import layers
 from engine.models.executor import Eager
+from engine.models.gpu import executor as on_gpu
+from engine.models.gpu import products as gpu_products
+from engine.models.gpu import skinny
+from engine.models.gpu.executor import OnGPU
+from engine.models.gpu.skinny import CANDIDATES, Tile, Tiles, fastest, multiply, tiles_of
 from engine.models.layers import ACTIVATIONS, Linear
-from engine.models.on_gpu import OnGPU
-from engine.models.skinny import CANDIDATES, Tile, Tiles, fastest, multiply, tiles_of
 from tests.engine.interpreted_layers import CHUNKS, DECODES, MIXED, cache_of, inside, model_of, step
 from tests.engine.interpreter import prepare
 from tests.engine.recorder import Recorder

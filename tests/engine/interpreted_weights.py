@@ -24,13 +24,14 @@ from engine import ConfigError, EngineConfig, ModelError, plan
 from engine.gguf import folder
 from engine.hub import fetch
 from engine.kernels.matmul import GROUP
-from engine.models import measured_tiles, on_gpu, scaled, weight_trial
 from engine.models.decoder import Decoder
 from engine.models.decoder_layer import Layer
-from engine.models.gpu_form import ROUNDED, Form
-from engine.models.gpu_tiles import CANDIDATES, MOST_ROWS, TILES, Tile, candidates
-from engine.models.gpu_weights import GPUProduct, GPUWeight, random_weight, relative
-from engine.models.on_gpu import OnGPU
+from engine.models.gpu import executor as on_gpu
+from engine.models.gpu import measured_tiles, scaled, weight_trial
+from engine.models.gpu.executor import OnGPU
+from engine.models.gpu.form import ROUNDED, Form
+from engine.models.gpu.tiles import CANDIDATES, MOST_ROWS, TILES, Tile, candidates
+from engine.models.gpu.weights import GPUProduct, GPUWeight, random_weight, relative
 from engine.models.rounding import TOPS, rounded
 from tests.engine import test_gguf, test_gguf_architectures
 from tests.engine.interpreter import prepare

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine import EngineConfig, attention, build
+from engine.models.checkpoint.weights import Checkpoint
 from engine.models.decoder import Decoder
-from engine.models.weights import Checkpoint
 from tests.models import make
 
 pytest.importorskip("triton")

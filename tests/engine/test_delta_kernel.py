@@ -13,9 +13,9 @@ from torch import Tensor
 from engine.kernels import build
 from engine.kernels.delta import GatedDelta
 from engine.kernels.library import Kernels
-from engine.models.delta import DeltaLayer, DeltaWeights
-from engine.models.delta import gated_delta as oracle
-from engine.models.states import LayerStates, LinearShape, Segments
+from engine.models.mixers.delta import DeltaLayer, DeltaWeights
+from engine.models.mixers.delta import gated_delta as oracle
+from engine.models.mixers.states import LayerStates, LinearShape, Segments
 from tests.engine.test_kernels import kernels, needs_library
 
 pytestmark = [needs_library, pytest.mark.usefixtures("same_threads_after")]

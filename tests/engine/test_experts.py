@@ -17,7 +17,7 @@ from engine.kernels.library import choose
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
 from engine.models.experts import Experts, ExpertsSpec, Routing
-from engine.models.families import FAMILIES
+from engine.models.families.plain import FAMILIES
 from engine.models.fused import Fused
 from engine.models.layers import Clamp, Gated, Linear
 from engine.models.spec import read_spec

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from engine import EngineConfig, ModelError, plan
 from engine.kernels.library import Choice, choose
-from engine.models import Forward, on_gpu
-from engine.models.architectures import MODEL_TYPES
+from engine.models import Forward
 from engine.models.decoder import Decoder
 from engine.models.decoder_layer import Layer
 from engine.models.executor import Eager
+from engine.models.families.architectures import MODEL_TYPES
 from engine.models.fused import Fused
+from engine.models.gpu import executor as on_gpu
 from engine.models.layers import Gated, softcap
 from engine.models.rope import Rotary, frequencies
 from engine.models.spec import ModelSpec, read_spec

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, ModelError, models, plan
 from engine.kernels.library import Choice
-from engine.models import on_gpu
 from engine.models.decoder import Decoder
+from engine.models.gpu import executor as on_gpu
 from engine.models.rope import frequencies
 from engine.models.spec import ModelSpec, read_spec
 from engine.roofline import shape

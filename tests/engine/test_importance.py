@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from engine.kernels.library import choose
 from engine.kernels.matmul import Quantized, Stored
 from engine.models import precision
+from engine.models.checkpoint.weights import Checkpoint
 from engine.models.importance import PIECE_NUMBERS, after_gate, after_norm, of_hidden
 from engine.models.norms import RMSNorm
-from engine.models.weights import Checkpoint
 from engine.types import ModelError
 from tests.engine.test_models import CPU
 from tests.engine.test_quantization import load

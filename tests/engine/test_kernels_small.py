@@ -21,7 +21,7 @@ from engine.kernels.logits import NativeLogits
 from engine.models import Forward
 from engine.models.decoder import Decoder
 from engine.models.executor import Eager
-from engine.models.family import PLAIN, NormKind
+from engine.models.families.family import PLAIN, NormKind
 from engine.models.fused import Fused
 from engine.models.norms import RMSNorm, make_norm
 from engine.models.rope import Rope, Rotary

@@ -19,7 +19,7 @@ from engine.gguf.checkpoint import GgufCheckpoint
 from engine.gguf.folder import folder_of
 from engine.kernels.head_products import HeadProducts
 from engine.machine_memory import Machine
-from engine.models.latent_layer import ByTorch
+from engine.models.mixers.latent_layer import ByTorch
 from engine.models.spec import ModelSpec, read_spec
 from tests.engine.test_gguf_architectures import ARCHITECTURES
 from tests.engine.test_gguf_architectures import write as write_gguf

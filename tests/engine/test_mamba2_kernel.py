@@ -13,9 +13,9 @@ from torch import Tensor
 from engine.kernels import build
 from engine.kernels.library import Kernels
 from engine.kernels.mamba2 import Mamba2Kernel
-from engine.models.mamba2 import Mamba2Layer, Mamba2Weights
-from engine.models.mamba2 import mamba2 as oracle
-from engine.models.states import LayerStates, Mamba2Shape, Segments
+from engine.models.mixers.mamba2 import Mamba2Layer, Mamba2Weights
+from engine.models.mixers.mamba2 import mamba2 as oracle
+from engine.models.mixers.states import LayerStates, Mamba2Shape, Segments
 from tests.engine.test_delta_kernel import (
     EPS,
     LIMITS,

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from engine import EngineConfig, EngineRequest, LocalEngine, ModelError, SamplingParams, memory, models
 from engine.attention import choose
 from engine.machine_memory import Machine
-from engine.models.architectures import MODEL_TYPES
+from engine.models.families.architectures import MODEL_TYPES
+from engine.models.mixers.states import ConvShape, LayerStates, LinearShape, Mamba2Shape, MixerShape, Segments
 from engine.models.spec import ModelSpec, read_spec
-from engine.models.states import ConvShape, LayerStates, LinearShape, Mamba2Shape, MixerShape, Segments
 from tests.models import MODELS, config, make, prompt
 
 GB = 1 << 30

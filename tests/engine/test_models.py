@@ -15,7 +15,7 @@ from engine import EngineConfig, ModelError, attention, models
 from engine.attention import AttentionMeta, KVCache, create
 from engine.batch import Row
 from engine.kernels.library import choose
-from engine.models.architectures import MODEL_TYPES
+from engine.models.families.architectures import MODEL_TYPES
 from engine.models.layers import ACTIVATIONS, Gated, Linear, can_reorder
 from engine.models.spec import read_spec
 from engine.runner.state_inputs import StateInputs

@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from engine import EngineConfig, ModelError, models, plan
 from engine.models import layers
 from engine.models.decoder import Decoder
-from engine.models.gpu_form import Form
+from engine.models.gpu.form import Form
 from engine.quantized.config import parse
 from engine.quantized.forms import form_of
 from tests.engine.test_exact import serve

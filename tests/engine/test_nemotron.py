@@ -14,15 +14,15 @@ from torch import Tensor
 from engine import EngineConfig, ModelError, plan
 from engine.kernels.library import choose
 from engine.kernels.structures import Gate
-from engine.models import sublayers
+from engine.models.checkpoint import sublayers
+from engine.models.checkpoint.weights import original
 from engine.models.decoder import Decoder
 from engine.models.decoder_spec import DecoderSpec
 from engine.models.importance import after_squares
 from engine.models.layers import Linear, Quantization
+from engine.models.mixers.states import Mamba2Shape
 from engine.models.spec import ModelSpec, read_spec
 from engine.models.squared import SQUARED, Squared
-from engine.models.states import Mamba2Shape
-from engine.models.weights import original
 from tests.engine.test_models import CPU, Bench, prompt
 from tests.models import load_model, make
 

@@ -132,7 +132,7 @@ def test_too_large_a_model_may_fit_in_8_bits(qwen3, on):
 
 
 def test_quantized_weights_on_a_gpu_need_memory_for_a_plain_head_while_they_are_rounded(qwen3, on, monkeypatch):
-    monkeypatch.setattr("engine.models.weight_trial.objection", lambda *_: None)
+    monkeypatch.setattr("engine.models.gpu.weight_trial.objection", lambda *_: None)
     small = {"model": qwen3, "max_seqs": 1, "max_batched_tokens": 16, "max_len": 1024}
     on(24 * GB, kind="cuda")
     plain, found = ok(**small), ok(**small, quantization="int4")

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, ModelError, models
 from engine.kernels.matmul import Stored
-from engine.models import regrouped
-from engine.models.weights import Checkpoint
+from engine.models.checkpoint import regrouped
+from engine.models.checkpoint.weights import Checkpoint
 from tests.engine.test_exact import serve
 from tests.engine.test_kernels import needs_library
 from tests.engine.test_quantized import error, load, refused

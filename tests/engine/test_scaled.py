@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models import measured_tiles, scaled
-from engine.models.gpu_form import Form
-from engine.models.gpu_tiles import MOST_ROWS
-from engine.models.gpu_weights import GPUProduct, GPUWeight, random_weight
+from engine.models.gpu import measured_tiles, scaled
+from engine.models.gpu.form import Form
+from engine.models.gpu.tiles import MOST_ROWS
+from engine.models.gpu.weights import GPUProduct, GPUWeight, random_weight
 
 CPU = torch.device("cpu")
 GROUP = scaled.GROUP

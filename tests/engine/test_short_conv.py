@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.convolution import convolve
-from engine.models.short_conv import ConvLayer, convolve_segments
-from engine.models.states import ConvShape, LayerStates, Segments
+from engine.models.mixers.convolution import convolve
+from engine.models.mixers.short_conv import ConvLayer, convolve_segments
+from engine.models.mixers.states import ConvShape, LayerStates, Segments
 
 CPU = torch.device("cpu")
 CHANNELS, STATES = 6, 8

@@ -7,7 +7,7 @@ import torch
 
 from engine.batch import Row
 from engine.config import EngineConfig
-from engine.models.states import Segments
+from engine.models.mixers.states import Segments
 from engine.runner.state_inputs import SEGMENTS_PER_ROW, StateInputs
 from tests.engine.test_mixers import spec_of
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models import upload
-from engine.models.upload import Upload, pieces
+from engine.models.checkpoint import upload
+from engine.models.checkpoint.upload import Upload, pieces
 
 CPU = torch.device("cpu")
 

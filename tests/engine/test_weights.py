@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from engine import EngineConfig, ModelError, models
 from engine.kernels.library import choose
 from engine.kernels.matmul import Packing
-from engine.models import upload, weights
-from engine.models.weights import Checkpoint
+from engine.models.checkpoint import upload, weights
+from engine.models.checkpoint.weights import Checkpoint
 from tests.models import load_model, make
 
 CPU = torch.device("cpu")

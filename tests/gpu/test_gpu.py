@@ -14,9 +14,11 @@ from engine.attention.paged_gpu import FP8_CAPABILITY, MAX_ERROR, PagedGPU
 from engine.attention.reference import Reference
 from engine.build import build
 from engine.graph_sizes import sizes
-from engine.models import gpu_delta, gpu_mamba2, gpu_short_conv
-from engine.models.on_gpu import OnGPU
-from engine.models.states import ConvShape, LinearShape, Mamba2Shape, Segments
+from engine.models.gpu import delta as gpu_delta
+from engine.models.gpu import mamba2 as gpu_mamba2
+from engine.models.gpu import short_conv as gpu_short_conv
+from engine.models.gpu.executor import OnGPU
+from engine.models.mixers.states import ConvShape, LinearShape, Mamba2Shape, Segments
 from engine.runner.graphs import Graphs
 from engine.runner.logits import TorchLogits
 from engine.runner.triton_logits import TritonLogits

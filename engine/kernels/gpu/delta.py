@@ -1,8 +1,8 @@
 """Triton kernels of Gated DeltaNet: the convolution, the recurrence over a row's tokens, and the gated norm.
 
 Three launches compute a layer's linear attention. The recurrence is the only one whose time grows with the tokens of a
-row, so what a token needs of itself alone is computed before it and after it. models/delta.py computes the same in
-torch. See segments.py for rows, windows and padding.
+row, so what a token needs of itself alone is computed before it and after it. models/mixers/delta.py computes the same
+in torch. See segments.py for rows, windows and padding.
 
 Every sum is over the numbers of one head or over the taps, in an order that depends on the model's sizes alone. So a
 row has the same bits beside any other rows, and however its tokens are divided into steps and segments. DEPENDENT as in
@@ -31,10 +31,10 @@ def convolve(
 ):  # fmt: skip
     """Convolve TOKENS tokens of one head of queries, keys or values, and write what else the recurrence needs of them.
 
-    qkvz, gates, windows: see models/delta.py. taps: [channels, TAPS]. convolved: [tokens, channels]. numbers: [tokens,
-    2 * KEY_HEADS + 2 * VALUE_HEADS] float32: what multiplies each head of queries and of keys, then beta of each value
-    head, then the decays. DIM_P: a power of two, not below KEY_DIM and VALUE_DIM. A token's row is searched for among
-    ROWS at a time.
+    qkvz, gates, windows: see models/mixers/delta.py. taps: [channels, TAPS]. convolved: [tokens, channels]. numbers:
+    [tokens, 2 * KEY_HEADS + 2 * VALUE_HEADS] float32: what multiplies each head of queries and of keys, then beta of
+    each value head, then the decays. DIM_P: a power of two, not below KEY_DIM and VALUE_DIM. A token's row is searched
+    for among ROWS at a time.
     """
     DTYPE: tl.constexpr = convolved_ptr.dtype.element_ty
     VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
@@ -111,8 +111,9 @@ def recur(
 ):  # fmt: skip
     """Write what the tokens of a row read, and the matrices of the row's targets, for COLUMNS columns of one head.
 
-    convolved, numbers: as `convolve` writes them. matrices: see models/states.py. read: [tokens, VALUE_HEADS *
-    VALUE_DIM]. IS_TILED: see models/states.py. KEY_P: a power of two, not below KEY_DIM. PARTS: of a head's columns.
+    convolved, numbers: as `convolve` writes them. matrices: see models/mixers/states.py. read: [tokens, VALUE_HEADS *
+    VALUE_DIM]. IS_TILED: see models/mixers/states.py. KEY_P: a power of two, not below KEY_DIM. PARTS: of a head's
+    columns.
     """
     value_head = tl.program_id(0) // PARTS
     key_head = value_head % KEY_HEADS if IS_TILED else value_head // (VALUE_HEADS // KEY_HEADS)

@@ -1,7 +1,7 @@
 """Triton kernels of Mamba2: the convolution, the recurrence over a row's tokens, and the gated norm.
 
-Three launches compute a layer, as those of delta.py do. models/mamba2.py computes the same in torch. See segments.py
-for rows and padding. Queries, keys and values are C, B and x, in the order of x, B, C.
+Three launches compute a layer, as those of delta.py do. models/mixers/mamba2.py computes the same in torch. See
+segments.py for rows and padding. Queries, keys and values are C, B and x, in the order of x, B, C.
 
 Every sum is over the numbers of one head or one group, or over the taps, in an order that depends on the model's sizes
 alone. So a row has the same bits beside any other rows, and however its tokens are divided into steps and segments.
@@ -49,9 +49,9 @@ def convolve_steps(
 ):  # fmt: skip
     """Convolve TILE channels of TOKENS tokens, or write the time steps of TILE heads and what they do to the matrices.
 
-    projected, windows: see models/mamba2.py. taps: [CHANNELS, TAPS]. bias: [CHANNELS]. convolved: [tokens, CHANNELS].
-    numbers: [tokens, 2 * VALUE_HEADS] float32: the step of each head, then the decays. PARTS: of the channels; the
-    programs after them have the heads.
+    projected, windows: see models/mixers/mamba2.py. taps: [CHANNELS, TAPS]. bias: [CHANNELS]. convolved: [tokens,
+    CHANNELS]. numbers: [tokens, 2 * VALUE_HEADS] float32: the step of each head, then the decays. PARTS: of the
+    channels; the programs after them have the heads.
     """
     if DEPENDENT:
         gdc_wait()
@@ -110,8 +110,9 @@ def scan(
 ):  # fmt: skip
     """Write what the tokens of a row read, and the matrices of the row's targets, for COLUMNS columns of one head.
 
-    convolved, numbers: as `convolve_steps` writes them. skip: [VALUE_HEADS] float32. matrices: see models/states.py.
-    read: [tokens, VALUE_HEADS * VALUE_DIM]. KEY_P: a power of two, not below KEY_DIM. PARTS: of a head's columns.
+    convolved, numbers: as `convolve_steps` writes them. skip: [VALUE_HEADS] float32. matrices: see
+    models/mixers/states.py. read: [tokens, VALUE_HEADS * VALUE_DIM]. KEY_P: a power of two, not below KEY_DIM. PARTS:
+    of a head's columns.
     """
     value_head = tl.program_id(0) // PARTS
     key_head = value_head // (VALUE_HEADS // KEY_HEADS)

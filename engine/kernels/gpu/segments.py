@@ -1,7 +1,7 @@
 """What the Triton kernels of layers that keep states have in common: convolutions over a row's tokens, and windows.
 
-models/states.py has the rows, segments and windows. A convolution reads the window of a row's first source, so the
-windows are written by a later launch: a source may be a target as well.
+models/mixers/states.py has the rows, segments and windows. A convolution reads the window of a row's first source, so
+the windows are written by a later launch: a source may be a target as well.
 
 In a launch's grid are the numbers of rows and tokens, which may be larger than those of the segments: a row without
 segments and tokens of no row are padding. Nothing else depends on a step but the contents of the segments' tensors, so

@@ -1,8 +1,8 @@
 """Triton kernels of gated short convolutions, in two launches: the results, and then the windows.
 
-models/short_conv.py computes the same in torch. See segments.py for rows and padding. A sum is over the taps, so a row
-has the same bits beside any other rows, and however its tokens are divided into steps and segments. DEPENDENT as in
-skinny.multiply.
+models/mixers/short_conv.py computes the same in torch. See segments.py for rows and padding. A sum is over the taps, so
+a row has the same bits beside any other rows, and however its tokens are divided into steps and segments. DEPENDENT as
+in skinny.multiply.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def convolve_gated(
 ):  # fmt: skip
     """Write the results of TOKENS tokens and TILE channels.
 
-    projected: [tokens, 3 * CHANNELS], see models/short_conv.py. taps: [CHANNELS, TAPS]. bias: [CHANNELS]. out: [tokens,
-    CHANNELS].
+    projected: [tokens, 3 * CHANNELS], see models/mixers/short_conv.py. taps: [CHANNELS, TAPS]. bias: [CHANNELS]. out:
+    [tokens, CHANNELS].
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     channel = tl.program_id(0) * TILE + tl.arange(0, TILE)
