@@ -80,30 +80,30 @@ class PrefixCache:
 
         A block that is before a group's window is -1.
         """
-        hits: list[int] = []
         if not self.is_enabled or seq.needs_all:
-            return hits
-        if self._has_groups:
-            return self._match_groups(seq)
-        # The last token is left to compute, and in a block of its own: shared blocks are never written.
-        for index in range((len(seq.tokens) - 1) // seq.block_size):
-            block_hash = self.block_hash(seq, index)
-            block = self.pool.find(block_hash)
-            if block is None:
-                return None if block_hash in self._filling else hits
-            hits.append(block)
-        return hits
-
-    def _match_groups(self, seq: Sequence) -> list[int] | None:
-        """Do as `match`, for several groups, or one with a window."""
-        most, count = (len(seq.tokens) - 1) // seq.block_size, 0
-        while count < most and all(self._find(seq, count, group) is not None for group in self._unbounded):
-            count += 1
+            return []
+        count = self._num_found(seq)
         # A block that a window lacks ends the prefix there, or before it.
         while (missing := self._last_missing(seq, count)) is not None:
             count = missing
-        if count < most and self.block_hash(seq, count) in self._filling:
+        if count < self._most(seq) and self.block_hash(seq, count) in self._filling:
             return None
+        return self._hits(seq, count)
+
+    @staticmethod
+    def _most(seq: Sequence) -> int:
+        """Return how many blocks a sequence can share. Its last token is computed, in a block that is its own."""
+        return (len(seq.tokens) - 1) // seq.block_size
+
+    def _num_found(self, seq: Sequence) -> int:
+        """Return the number of a sequence's first blocks that are cached in all groups without a window."""
+        count = self._most(seq)
+        for group in self._unbounded:
+            count = next((index for index in range(count) if self._find(seq, index, group) is None), count)
+        return count
+
+    def _hits(self, seq: Sequence, count: int) -> list[int]:
+        """Return the cached blocks of all groups for a sequence's first `count` blocks of tokens, as `match` does."""
         hits = [-1] * (count * self._num_groups)
         for groups, first in ((self._unbounded, 0), *self._firsts(count * seq.block_size, seq.block_size)):
             for index in range(first, count):

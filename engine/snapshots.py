@@ -59,7 +59,7 @@ class SnapshotCache(PrefixCache):
     ) -> None:
         """`count`: the number of snapshots; with none, sequences share no prefixes. `spacing`: see SPACING."""
         super().__init__(pool, is_enabled and count > 0, groups, chunk)
-        assert not self._has_groups, "no model has both layers that keep states and sliding windows"
+        assert self._unbounded, "no model has both layers that keep states and attention with windows alone"
         self.count, self._spacing = count, spacing
         self._free = list(range(count - 1, -1, -1))
         self._published: dict[bytes, int] = {}  # by the hash of the block; the least recently used is first
@@ -77,24 +77,14 @@ class SnapshotCache(PrefixCache):
         found = self._num_found(seq)
         self._matched = seq.id, found
         usable = found
-        while usable and self.block_hash(seq, usable - 1) not in self._published:
+        while usable and not self._can_continue(seq, usable):
             usable -= 1
-        if self._awaits(seq, found, usable):
-            return None
-        blocks = [self.pool.find(self.block_hash(seq, index)) for index in range(usable)]
-        return [block for block in blocks if block is not None]
+        return None if self._awaits(seq, found, usable) else self._hits(seq, usable)
 
-    def _num_found(self, seq: Sequence) -> int:
-        """Return the number of a sequence's first blocks that are cached."""
-        most, found = self._most(seq), 0
-        while found < most and self.pool.find(self.block_hash(seq, found)) is not None:
-            found += 1
-        return found
-
-    @staticmethod
-    def _most(seq: Sequence) -> int:
-        """Return the number of blocks that a sequence can share: its last token is left to compute."""
-        return (len(seq.tokens) - 1) // seq.block_size
+    def _can_continue(self, seq: Sequence, count: int) -> bool:
+        """Return whether there is a snapshot after `count` blocks, and all blocks in windows that end there are
+        cached."""
+        return self.block_hash(seq, count - 1) in self._published and self._last_missing(seq, count) is None
 
     def _awaits(self, seq: Sequence, found: int, usable: int) -> bool:
         """Return whether a sequence whose first `found` blocks are cached, `usable` of them up to a snapshot, waits for
@@ -129,7 +119,7 @@ class SnapshotCache(PrefixCache):
         if not self.is_enabled:
             return
         if hits:
-            block_hash = self.block_hash(seq, len(hits) - 1)
+            block_hash = self.block_hash(seq, seq.capacity // seq.block_size - 1)
             pending.restored = self._published[block_hash] = self._published.pop(block_hash)  # the most recently used
             for other in self._pending.values():
                 if other.moving[1] == pending.restored:  # it is of use where it is

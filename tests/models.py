@@ -601,6 +601,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "lfm3": (
+        "lfm3",
+        {
+            **BASE,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "conv", "full_attention", "sliding_attention"],
+            "conv_L_cache": 7,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
     "lfm2_moe": (
         "lfm2_moe",
         {

@@ -1,4 +1,4 @@
-"""Checkpoints of LFM2, whose tensors have names of their own, and what config.json says of its sizes."""
+"""Checkpoints of LFM2 and LFM3, whose tensors have names of their own, and what config.json says of its sizes."""
 
 from __future__ import annotations
 
@@ -121,3 +121,25 @@ def test_a_router_without_a_bias_is_refused(tmp_path):
     folder = make("lfm2_moe", tmp_path)
     with pytest.raises(ModelError, match="needs use_expert_bias to be True for Lfm2MoeForCausalLM, not False"):
         models.examine(folder, changed(folder, {}, use_expert_bias=False))
+
+
+def test_layers_of_lfm3_that_no_key_lists():
+    source = {**config("lfm3").to_dict(), "architectures": ["Lfm3ForCausalLM"], "num_hidden_layers": 8}
+    for key in ("layer_types", "rope_parameters", "sliding_window", "conv_L_cache"):
+        source.pop(key, None)
+    found = read_spec(source, EngineConfig(model=""))
+    assert found is not None and found.decoder is not None
+    taps = [None if shape.mixer is None else shape.mixer.taps for shape in found.decoder.shapes]
+    assert taps == [7, 7, None, 7, None, 7, None, 7]
+    assert [layer.window for layer in found.layers] == [None, 256, None], (
+        "of the third, the fifth and the seventh layer"
+    )
+    full, windowed = found.decoder.ropes
+    assert (full.theta, full.part, windowed.theta, windowed.part) == (1_000_000, 0.5, 10_000, 1)
+    assert [found.decoder.turns[layer] for layer in (2, 4, 6)] == [0, 1, 0]
+
+
+def test_lfm3_without_the_norms_after_each_part_is_refused():
+    source = {**config("lfm3").to_dict(), "architectures": ["Lfm3ForCausalLM"], "use_sandwich_norm": False}
+    with pytest.raises(ModelError, match="needs use_sandwich_norm to be True for Lfm3ForCausalLM, not False"):
+        read_spec(source, EngineConfig(model=""))

@@ -92,7 +92,7 @@ def test_the_intermediate_size_of_lfm2_is_computed_from_another():
     ("name", "changes", "says"),
     [
         ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}, "layer_types must name all 3 layers"),
-        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "names no layer with attention"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "names no layer with full attention"),
         (
             "qwen3_5_text",
             {"layer_types": ["mamba", "conv", "full_attention"]},
@@ -103,11 +103,11 @@ def test_the_intermediate_size_of_lfm2_is_computed_from_another():
         ("qwen3_5_text", {"linear_value_head_dim": 1 << 40}, "linear_value_head_dim must be at most 1024"),
         ("qwen3_5_text", {"linear_conv_kernel_dim": 65}, "linear_conv_kernel_dim must be at most 64"),
         ("lfm2", {"layer_types": None, "full_attn_idxs": 2}, "full_attn_idxs must be a list, not 2"),
-        ("lfm2", {"layer_types": None, "full_attn_idxs": []}, "names no layer with attention"),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": []}, "names no layer with full attention"),
         ("lfm2", {"conv_L_cache": -1}, "conv_L_cache must be a positive whole number"),
         ("lfm2", {"block_ffn_dim_multiplier": 0}, "block_ffn_dim_multiplier must be positive"),
         (MAMBA, {"layer_types": None}, "layer_types must name all 3 layers"),
-        (MAMBA, {"layer_types": ["mamba"] * 3}, "names no layer with attention"),
+        (MAMBA, {"layer_types": ["mamba"] * 3}, "names no layer with full attention"),
         (MAMBA, {"layer_types": ["mamba", "conv", "attention"]}, "layer_types names conv, which no layer"),
         (MAMBA, {"mamba_n_groups": 3}, "4 heads of Mamba cannot share 3 groups of states evenly"),
         (MAMBA, {"mamba_d_head": 64}, "mamba_expand makes 128 numbers of a token, not those of 4 heads of 64"),

@@ -1,6 +1,7 @@
 """SnapshotCache: where snapshots of states are taken, and which prefixes can be used because of them."""
 
 from engine.blocks import BlockPool
+from engine.cache_groups import CacheGroups
 from engine.sequence import Sequence
 from engine.snapshots import SnapshotCache
 from engine.types import EngineRequest, SamplingParams
@@ -267,3 +268,34 @@ def test_prompts_in_parts_write_their_own_snapshots_again_and_evict_no_others():
             collect(cache, prompt)
     assert cache.match(sequence(4, [*PROMPT, 1])) != []
     cache.check(prompts)
+
+
+def test_beside_a_window_a_snapshot_can_be_used_if_the_blocks_in_the_window_before_it_are_cached():
+    groups = CacheGroups((None, 8), (0, 1))  # the second group's layers attend to eight tokens
+    cache = SnapshotCache(BlockPool(12), groups=groups, count=4)
+    first = sequence(1, PROMPT)
+    enter(cache, first)
+    compute(cache, first)
+    cache.release(first)
+    again = sequence(2, [*PROMPT, 7, 8, 9])
+    everywhere, in_window = slice(0, None, 2), slice(1, None, 2)
+    hits = cache.match(again)
+    assert hits is not None and len(hits) == 10, "five blocks of each group"
+    assert min(hits[everywhere]) >= 0 and hits[in_window][:3] == [-1] * 3 and min(hits[in_window][3:]) >= 0
+    cache.pool.take(cache.pool.num_available - 9)
+    assert cache.match(again) == hits, "the blocks before the window were evicted first"
+    cache.pool.take(3)
+    assert cache.match(again) == [], "a block in the window was evicted"
+
+
+def test_beside_a_window_a_sequence_continues_from_the_snapshot_after_its_cached_blocks():
+    cache = SnapshotCache(BlockPool(64), groups=CacheGroups((None, 8), (0, 1)), count=4)
+    first, again = sequence(1, PROMPT), sequence(2, [*PROMPT, 7, 8, 9])
+    enter(cache, first)
+    compute(cache, first)
+    cache.release(first)
+    assert enter(cache, again) == 20
+    assert launch(cache, (again, 5)) == [(0, ((24, 1),))]
+    collect(cache, again, 1)
+    assert again.num_freed == [4], "16 of 25 tokens are before the window"
+    cache.check([again])

@@ -359,6 +359,8 @@ class Episode:
         if has_windows:
             some = [None, *(rng.randint(1, 4 * block_size) for _ in range(2))]
             windows = tuple(rng.choice(some) for _ in range(rng.randint(1, 4)))
+            if has_states:
+                windows = (None, *windows[1:])  # as SnapshotCache needs it
             groups = CacheGroups(windows, tuple(range(len(windows))))
             num_blocks *= len(windows)
         if has_states:
@@ -372,9 +374,8 @@ class Episode:
         )
         if isinstance(self.scheduler.cache, SnapshotCache):  # prompts of many blocks are few here
             spacing, count = self.rng.choice((4, 16, 64)), self.config.num_snapshots or 0
-            self.scheduler.cache = SnapshotCache(
-                self.scheduler.pool, self.config.prefix_caching, count=count, spacing=spacing
-            )
+            settings = self.config.prefix_caching, self.groups, self.config.max_batched_tokens or 1
+            self.scheduler.cache = SnapshotCache(self.scheduler.pool, *settings, count=count, spacing=spacing)
         if self.has_states:
             from tests.simulation.states import FakeStates  # needs torch
 

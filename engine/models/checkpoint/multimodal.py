@@ -55,6 +55,7 @@ TEXT_PARTS = {
     "Qwen3_5ForConditionalGeneration": TextPart({"qwen3_5_text": "Qwen3_5ForCausalLM"}, tied=False),
     "Qwen3_5MoeForConditionalGeneration": TextPart({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, tied=False),
     "Lfm2VlForConditionalGeneration": TextPart({"lfm2": "Lfm2ForCausalLM"}, tied=True),
+    "Lfm3VlForConditionalGeneration": TextPart({"lfm3": "Lfm3ForCausalLM"}, tied=True),
     "Qwen3VLForConditionalGeneration": TextPart(
         {"qwen3_vl_text": "Qwen3ForCausalLM"}, tied=False, defaults={"rope_theta": 500_000.0}
     ),

@@ -26,6 +26,7 @@ MODEL_TYPES = {  # for a config.json without `architectures`
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",

@@ -147,9 +147,9 @@ class Family:
     # Half of each query head's rows are its gate: what the head attends to is multiplied by the sigmoid of that.
     gates_attention: bool = False
     head_gate: HeadGate | None = None
-    # What layers that layer_types names have in place of attention, see ../mixers; empty:
-    # none have.
+    # What layers that layer_types names have in place of attention, see ../mixers; empty: none have.
     mixer: Literal["", "linear", "conv", "mamba"] = ""
+    taps: int = 3  # default of conv_L_cache: tokens that a short convolution reads
     # Defaults of the keys of multi-head latent attention, see latent_shapes.py; None: it has another kind.
     latent: tuple[tuple[str, int], ...] | None = None
     latent_in_two: bool = False  # see LatentShape.in_two

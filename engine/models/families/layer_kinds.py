@@ -154,7 +154,7 @@ def windows(
     window = whole(source, "sliding_window", window)
     if family.layer_windows and not source.get("use_sliding_window", False):
         return (None,) * num_layers
-    kinds = source.get("layer_types")
+    kinds = mixer_shapes.listed(source, family, num_layers) if family.mixer else source.get("layer_types")
     if kinds is None:
         if family.window_step is not None:
             step = whole(source, family.window_step_key, family.window_step)
@@ -168,7 +168,7 @@ def windows(
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ModelError(f"config.json: layer_types must name all {num_layers} layers")
-    unknown = sorted({str(kind) for kind in kinds} - KINDS)
+    unknown = sorted({str(kind) for kind in kinds} - KINDS - {mixer_shapes.KINDS.get(family.mixer)})
     if unknown:
         raise ModelError(f"config.json: unknown layer type '{shown(unknown[0])}'")
     found = [window if kind == "sliding_attention" else None for kind in kinds]

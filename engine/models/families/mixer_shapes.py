@@ -25,21 +25,17 @@ OTHER_NAMES = {"linear_attention": "mamba", "attention": "full_attention"}
 def read(source: Mapping[str, Any], family: Family, plain: LayerShape, num_layers: int) -> tuple[LayerShape, ...]:
     """Return the shape of each layer of a family that has a mixer; `plain`: that of layers with attention."""
     assert family.mixer
-    kind = KINDS[family.mixer]
-    kinds = source.get("layer_types")
-    if family.mixer == "mamba":
-        kinds = _named(source)
-    elif kinds is None:
-        kinds = _by_interval(source, num_layers) if family.mixer == "linear" else _by_index(source, num_layers)
+    kind, kinds = KINDS[family.mixer], listed(source, family, num_layers)
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ModelError(f"config.json: layer_types must name all {num_layers} layers")
-    if unknown := sorted({str(each) for each in kinds} - {"full_attention", kind}):
+    windowed = set() if family.window is None else {"sliding_attention"}
+    if unknown := sorted({str(each) for each in kinds} - {"full_attention", kind} - windowed):
         raise ModelError(f"config.json: layer_types names {shown(unknown[0])}, which no layer of this model can be")
     if "full_attention" not in kinds:
-        raise ModelError("config.json: layer_types names no layer with attention")
+        raise ModelError("config.json: layer_types names no layer with full attention")
     readers: dict[str, Callable[[Mapping[str, Any]], MixerShape]] = {
         "linear": linear,
-        "conv": _conv,
+        "conv": partial(_conv, family=family),
         "mamba": partial(_mamba, family=family),
     }
     other = plain._replace(mixer=readers[family.mixer](source)) if kind in kinds else plain
@@ -47,6 +43,18 @@ def read(source: Mapping[str, Any], family: Family, plain: LayerShape, num_layer
     for layer in source.get("layers_without_mlp", []) if family.has_sublayers else []:  # see ../checkpoint/sublayers.py
         found[layer] = found[layer]._replace(inner=0)
     return tuple(found)
+
+
+def listed(source: Mapping[str, Any], family: Family, num_layers: int) -> Any:
+    """Return what layer_types says of a family that has a mixer, or what other keys or the family say without it."""
+    if family.mixer == "mamba":
+        return _named(source)
+    if (kinds := source.get("layer_types")) is not None:
+        return kinds
+    if family.window is not None:  # LFM3
+        cycle = "sliding_attention", "conv", "full_attention", "conv"
+        return ["conv", *(cycle[layer % 4] for layer in range(1, num_layers))]
+    return _by_interval(source, num_layers) if family.mixer == "linear" else _by_index(source, num_layers)
 
 
 def _by_interval(source: Mapping[str, Any], num_layers: int) -> list[str]:
@@ -60,12 +68,12 @@ def _named(source: Mapping[str, Any]) -> Any:
 
 
 def _by_index(source: Mapping[str, Any], num_layers: int) -> list[str]:
-    listed = source.get("full_attn_idxs")
-    if listed is None:
+    full = source.get("full_attn_idxs")
+    if full is None:
         return ["full_attention"] * num_layers
-    if not isinstance(listed, list):
-        raise ModelError(f"config.json: full_attn_idxs must be a list, not {shown(listed)}")
-    return ["full_attention" if layer in listed else "conv" for layer in range(num_layers)]
+    if not isinstance(full, list):
+        raise ModelError(f"config.json: full_attn_idxs must be a list, not {shown(full)}")
+    return ["full_attention" if layer in full else "conv" for layer in range(num_layers)]
 
 
 def linear(source: Mapping[str, Any]) -> LinearShape:
@@ -86,10 +94,10 @@ def linear(source: Mapping[str, Any]) -> LinearShape:
     )
 
 
-def _conv(source: Mapping[str, Any]) -> ConvShape:
+def _conv(source: Mapping[str, Any], family: Family) -> ConvShape:
     """Return the sizes of layers of short convolution."""
-    hidden = whole(source, "hidden_size")
-    return ConvShape(hidden, whole(source, "conv_L_cache", 3, maximum=MAX_TAPS), bool(source.get("conv_bias", False)))
+    hidden, taps = whole(source, "hidden_size"), whole(source, "conv_L_cache", family.taps, maximum=MAX_TAPS)
+    return ConvShape(hidden, taps, bool(source.get("conv_bias", False)))
 
 
 def _mamba(source: Mapping[str, Any], family: Family) -> Mamba2Shape:

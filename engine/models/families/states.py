@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .family import MLP, UNGATED, ExpertKeys, Family, NormKind, ScaleKey, ScaleKeys, Stacking
+from .family import (
+    AROUND,
+    MLP,
+    UNGATED,
+    ExpertKeys,
+    Family,
+    HeadGate,
+    NormKind,
+    ScaleKey,
+    ScaleKeys,
+    Stacking,
+)
 
 # These are of families without such layers as well.
 MIXTRAL_NAMES = (
@@ -155,6 +166,31 @@ STATE_FAMILIES["Qwen3NextForCausalLM"] = replace(
         shared=SHARED_EXPERT,
         shared_inner="shared_expert_intermediate_size",
         shared_gate="mlp.shared_expert_gate",
+    ),
+)
+# Some of the layers with attention have a window, and a rotary embedding of their own; all sublayers have two norms.
+STATE_FAMILIES["Lfm3ForCausalLM"] = replace(
+    STATE_FAMILIES["Lfm2ForCausalLM"],
+    qkv_bias=None,
+    output_bias=None,
+    adjusts_inner=False,
+    only=(("use_sandwich_norm", True), ("use_attention_gate", True)),
+    head_dim=128,
+    kv_heads=4,
+    taps=7,
+    window=256,
+    tied_key="tie_word_embeddings",
+    local_rope=("", 10_000.0),
+    scaling=(("rope_type", "proportional"), ("partial_rotary_factor", 0.5)),
+    wide_angles=True,
+    norms=AROUND,
+    head_gate=HeadGate("self_attn.gate_proj", per_head=True),
+    renames=(
+        (".post_operator_norm.", ".post_attention_layernorm."),
+        (".post_ffn_norm.", ".post_feedforward_layernorm."),
+        (".operator_norm.", ".input_layernorm."),
+        (".ffn_norm.", ".pre_feedforward_layernorm."),
+        *LFM2_NAMES[2:],
     ),
 )
 STATE_FAMILIES["Lfm2MoeForCausalLM"] = replace(
