@@ -82,11 +82,8 @@ class EngineLoop:
         when_idle: Callable[[], bool] | None = None,
     ) -> None:
         """`when_idle` is called on the StepThread while there is no work, until it returns false."""
-        self.scheduler = scheduler
-        self.grammars = grammars
-        self.runner = runner
-        self.outbox = outbox
-        self.thread = thread
+        self.scheduler, self.grammars = scheduler, grammars
+        self.runner, self.outbox, self.thread = runner, outbox, thread
         self.is_ahead = bool(scheduler.config.async_scheduling)
         self.debug = scheduler.config.debug
         self._flight: Flight | None = None  # the step that was launched and not collected

@@ -99,29 +99,32 @@ class PrefixCache:
         """Return the number of a sequence's first blocks that are cached in all groups without a window."""
         count = self._most(seq)
         for group in self._unbounded:
-            count = next((index for index in range(count) if self._find(seq, index, group) is None), count)
+            found = self._cached(seq, group, 0, count)
+            count = found.index(None) if None in found else count
         return count
 
     def _hits(self, seq: Sequence, count: int) -> list[int]:
-        """Return the cached blocks of all groups for a sequence's first `count` blocks of tokens, as `match` does."""
-        hits = [-1] * (count * self._num_groups)
+        """Return the blocks of all groups for a sequence's first `count` blocks of tokens, as `match` does."""
+        hits, num = [-1] * (count * self._num_groups), self._num_groups
         for groups, first in ((self._unbounded, 0), *self._firsts(count * seq.block_size, seq.block_size)):
-            for index in range(first, count):
-                for group in groups:
-                    block = self._find(seq, index, group)
-                    assert block is not None
-                    hits[index * self._num_groups + group] = block
+            for group in groups:
+                found = self._cached(seq, group, first, count)
+                hits[first * num + group :: num] = [block for block in found if block is not None]
         return hits
 
-    def _find(self, seq: Sequence, index: int, group: int) -> int | None:
-        return self.pool.find(self.block_hash(seq, index) + self._suffixes[group])
+    def _cached(self, seq: Sequence, group: int, first: int, end: int) -> list[int | None]:
+        """Return a group's cached blocks for a sequence's blocks of tokens from `first` to `end`."""
+        suffix, find = self._suffixes[group], self.pool.find
+        if end:
+            self.block_hash(seq, end - 1)
+        return [find(block_hash + suffix) for block_hash in seq.hashes[first:end]]
 
     def _last_missing(self, seq: Sequence, count: int) -> int | None:
         """Return the last of a sequence's first `count` blocks that a token after them needs and that is not cached."""
         firsts = self._firsts(count * seq.block_size, seq.block_size)
         for index in range(count - 1, min((first for _, first in firsts), default=count) - 1, -1):
             for groups, first in firsts:
-                if index >= first and any(self._find(seq, index, group) is None for group in groups):
+                if index >= first and any(None in self._cached(seq, group, index, index + 1) for group in groups):
                     return index
         return None
 
