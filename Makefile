@@ -119,13 +119,14 @@ RUNNABLE = $(if $(shell command -v npm),$(SUITES),$(filter-out openresponses,$(S
 conformance: install $(RUNNABLE:%=$(CONFORMANCE)-%/.installed)
 	@$(BIN)/python -m tests.conformance $(SUITES:%=--suite %) $(ARGS)
 
-## make sim          the scheduler alone, also with windows or states, then the whole server under faults, each for 200,000 steps
+## make sim          the scheduler alone, also with windows, states or both, then the whole server under faults, each for 200,000 steps
 ##                   one by one and 200,000 launched ahead; ARGS="--steps 2000000"
 sim: dev
 	@for depth in 0 1; do \
 	    $(BIN)/python -m tests.simulation.scheduler --steps 200000 --seed 1 --depth $$depth $(ARGS) && \
 	    $(BIN)/python -m tests.simulation.scheduler --steps 200000 --seed 1 --depth $$depth --windows $(ARGS) && \
 	    $(BIN)/python -m tests.simulation.scheduler --steps 200000 --seed 1 --depth $$depth --states $(ARGS) && \
+	    $(BIN)/python -m tests.simulation.scheduler --steps 200000 --seed 1 --depth $$depth --states --windows $(ARGS) && \
 	    $(BIN)/python -m tests.simulation --steps 200000 --seed 1 --depth $$depth $(ARGS) || exit 1; \
 	done
 

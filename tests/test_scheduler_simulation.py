@@ -248,9 +248,9 @@ def test_no_check_fails_when_windows_free_their_blocks(depth, capsys):
     assert "every check held" in said and " 0 preemptions" not in said
 
 
-@pytest.mark.parametrize("depth", ["0", "1"])
-def test_no_check_fails_when_layers_keep_states(depth, capsys):
-    simulation.main(["--steps", "10000", "--seed", "1", "--depth", depth, "--states"])
+@pytest.mark.parametrize("options", [["--depth", "0"], ["--depth", "1", "--windows"]])
+def test_no_check_fails_when_layers_keep_states(options, capsys):
+    simulation.main(["--steps", "10000", "--seed", "1", "--states", *options])
     said = capsys.readouterr().out
     assert "every check held" in said and " 0 preemptions" not in said and " 0 sequences from a snapshot" not in said
 
