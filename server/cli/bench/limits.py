@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ...child import child_environment
+from engine import child_environment
+
 from ...settings import with_flags
 from ..commands import Failure
 

@@ -104,7 +104,7 @@ async def test_a_start_that_takes_long_says_what_it_waits_for(child, monkeypatch
     monkeypatch.setattr(processes, "NOTICE_S", 0)
     Path(child.folder / "log").write_text("downloading the model\n")
     with pytest.raises(Failure, match="was not ready"):
-        await child.ready(0.1)
+        await child.ready(1)
     err = capsys.readouterr().err
     assert err.count("waiting for http://127.0.0.1:1/ready") == 1
     assert "downloading the model" in err
