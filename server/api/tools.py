@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from ..generation.request import Calling, Tool
 from ..http.fields import OneError, Wire, clash
 from . import notes
+from .cache_marks import Marked
 from .conversation import calling_of, check_choice
 from .custom_tools import InputGrammar, as_function, check_grammars
 from .response_format import TextFormat
@@ -29,7 +30,7 @@ class Function(Wire):
     strict: Annotated[bool | None, notes.STRICT] = None
 
 
-class FunctionTool(Wire):
+class FunctionTool(Marked):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -66,7 +67,7 @@ class Custom(Wire):
         return self.format.grammar if isinstance(self.format, GrammarFormat) else None
 
 
-class CustomTool(Wire):
+class CustomTool(Marked):
     """A tool whose input is a text. The model calls it as a function with the text as `input`."""
 
     type: Literal["custom"]

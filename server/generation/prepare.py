@@ -25,6 +25,7 @@ from ..tokenization.detokenizer import Detokenizer, last_with_text
 from ..tokenization.encoder import Prompts, TextTooLong
 from ..tokenization.generic_tools import FORMAT as GENERIC
 from ..tokenization.generic_tools import renders_tools
+from ..tokenization.infill import ends_of, with_gap
 from ..tokenization.renderer import PromptTooLong, TemplateError
 from ..tokenization.reranker import NO_CHAT
 from ..tokenization.stop_matcher import StopString
@@ -177,7 +178,8 @@ def make_choices(
         hidden = hidden_ids(model, shape.formats) if shape else model.tokenizer.special_ids
     compile_s = grammar.compile_s if grammar else 0.0
     # As in vLLM, the model's own end is not reported. With ignore_eos it ends a text only if the request names it.
-    eos_ids = () if request.ignore_eos else model.tokenizer.eos_ids
+    ends = ends_of(model.tokenizer) if request.fills_gap else model.tokenizer.eos_ids
+    eos_ids = () if request.ignore_eos else ends
     reported_ids = frozenset(request.stop_token_ids).difference(eos_ids)
     stops = [StopString(stop) for stop in request.stops]
     choices: list[Choice] = []
@@ -190,7 +192,7 @@ def make_choices(
                 model.default_sampling,
                 max_tokens=max(1, max_tokens),
                 seed=seed if request.num_choices == 1 else seed_of_choice(seed, i),
-                eos_ids=model.tokenizer.eos_ids,
+                eos_ids=ends,
                 grammar=grammar,
                 bad_words=prepared.bad_words,
                 prompt_logprobs=num_scores if i == 0 else None,
@@ -268,6 +270,8 @@ async def encode_text(model: LoadedModel, caller: Caller, prompt: str | list[int
     text = ""
     offsets: list[int] = []
     if isinstance(prompt, str):
+        if source.suffix:
+            prompt = with_gap(model.tokenizer, prompt, source.suffix)
         if source.echo:
             text = prompt
             ids, offsets = await model.prompts.encode_with_offsets(prompt, source.add_special, caller=caller.flow)

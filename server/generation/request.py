@@ -65,6 +65,7 @@ class TextPrompts:
     add_special: bool  # add the tokens that the tokenizer puts around a text
     skip_special: bool  # leave special tokens out of the text of token ids
     echo: bool  # the completion begins with the prompt
+    suffix: str = ""  # text that the completion goes before; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,11 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     @property
     def num_prompts(self) -> int:
         return len(self.prompt.prompts) if isinstance(self.prompt, TextPrompts) else 1
+
+    @property
+    def fills_gap(self) -> bool:
+        """Whether the completion goes before a suffix."""
+        return isinstance(self.prompt, TextPrompts) and self.prompt.suffix != ""
 
     def num_scores(self, vocab_size: int) -> int | None:
         """Return the number of alternatives per prompt token; None: no log-probabilities of the prompt."""

@@ -13,7 +13,8 @@ from ...generation.output import Json
 from ...http.errors import CONTEXT_CODE, invalid
 from ...http.fields import LABEL, Refused, RefusedKinds, Wire, refused
 from .. import notes
-from ..chat.request import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
+from ..cache_marks import CacheMark
+from ..chat.request import MAX_MESSAGES, MAX_PARTS, Name
 from ..sampling import MAX_TEXT, Text
 
 MAX_NAME = 128  # of a tool: agents put the name of the tool's server before it

@@ -13,7 +13,7 @@ from ...http.fields import LABEL, MAX_LABEL, Refused, RefusedKinds, Wire, clash,
 from ...http.openapi import examples
 from ...tokenization.encoder import RenderOptions
 from .. import notes
-from ..chat.request import CacheMark
+from ..cache_marks import CacheMark
 from ..conversation import thinking_variables
 from ..response_format import Schema, StructuredOutputs, of_outputs
 from ..sampling import MAX_INT, Count, GenerationFields, ModelName, StopTexts, Text

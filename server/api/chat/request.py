@@ -14,6 +14,7 @@ from ...http.fields import LABEL, MAX_LABEL, OneError, Refused, RefusedKinds, Wi
 from ...http.openapi import examples
 from ...tokenization.encoder import RenderOptions
 from .. import notes
+from ..cache_marks import CacheLabel, Marked
 from ..conversation import Effort, by_effort, is_thinking, thinking_variables
 from ..custom_tools import arguments_of
 from ..response_format import FormatFields
@@ -31,20 +32,14 @@ ONLY_TEXT = "only text is"
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 
-# Clients mark what is worth caching with it; here cached prefixes are always found.
-CacheMark = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=64)]], Field(max_length=8)
-]
 
-
-class TextPart(Wire):
+class TextPart(Marked):
     """A part of a message's content; text is the only supported kind."""
 
     type: Literal["text"]
     text: Text
     """Part of the prompt; the template joins the parts."""
-    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True), notes.CACHE] = None
-    cache_control: Annotated[CacheMark | None, LABEL, Field(exclude=True), notes.CACHE] = None
+    prompt_cache_breakpoint: CacheLabel = None
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "file": refused(hint=ONLY_TEXT),
@@ -61,7 +56,7 @@ Parts = Annotated[
 Content = Text | Parts
 
 
-class Instruction(Wire):
+class Instruction(Marked):
     """A message of the application."""
 
     role: Literal["system", "developer"]
@@ -70,7 +65,7 @@ class Instruction(Wire):
     name: Annotated[Name | None, notes.FOR_TEMPLATE] = None
 
 
-class UserMessage(Wire):
+class UserMessage(Marked):
     """A message of the user."""
 
     role: Literal["user"]
@@ -147,7 +142,7 @@ class ReasoningDetail(Wire):
     """Accepted: signatures are not checked."""
 
 
-class AssistantMessage(Wire):
+class AssistantMessage(Marked):
     """A message of the model; one of an earlier response can be sent back unchanged."""
 
     role: Literal["assistant"]
@@ -178,7 +173,7 @@ class AssistantMessage(Wire):
     """Accepted: VS Code repeats the reasoning here."""
 
 
-class ToolMessage(Wire):
+class ToolMessage(Marked):
     """The result of a tool."""
 
     role: Literal["tool"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 from msgspec.structs import replace
-from pydantic import Field, Tag
+from pydantic import Field, Tag, ValidationInfo, field_validator
 
 from ...generation.request import UNLIMITED, GenerationRequest, TextPrompts
-from ...http.fields import Refused, chosen_by, refused
+from ...http.fields import Refused, chosen_by, clash, refused
 from ...http.openapi import examples
 from ..response_format import FormatFields
 from ..sampling import MAX_INT, MAX_LOGPROBS, Text, TokenId
@@ -59,14 +59,24 @@ class CompletionRequest(FormatFields):
     """The response has the log-probability of each token, and of this many most likely ones at its position."""
     echo: bool | None = None
     """The completion begins with the prompt; with logprobs, these begin with the prompt's."""
+    suffix: Text | None = None
+    """The completion goes between the prompt, which must be a text, and this text; for models with tokens for it."""
     add_special_tokens: bool | None = None
     """false: the tokenizer adds no special tokens to a prompt that is a text."""
 
     unsupported: ClassVar[dict[str, Refused]] = {
         "prompt_embeds": refused(),
-        "suffix": refused(""),
         "thinking_token_budget": refused(-1),
     }
+
+    @field_validator("suffix")
+    @classmethod
+    def _between_texts(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value and info.data.get("echo"):
+            raise clash("must be absent with echo")
+        if value and form(info.data.get("prompt", "")) not in ("text", "texts"):
+            raise clash("must be absent unless the prompt is a text")
+        return value
 
     @property
     def prompt_source(self) -> TextPrompts:
@@ -75,6 +85,7 @@ class CompletionRequest(FormatFields):
             add_special=self.add_special_tokens is not False,
             skip_special=self.skip_special_tokens is not False,
             echo=bool(self.echo),
+            suffix=self.suffix or "",
         )
 
     @property

@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field
 from ...generation.output import Json
 from ...http.fields import LABEL, MAX_LABEL, Refused, RefusedKinds, Wire, refused
 from .. import notes
-from ..chat.request import MAX_MESSAGES, MAX_PARTS, CacheMark, Name
+from ..cache_marks import CacheLabel
+from ..chat.request import MAX_MESSAGES, MAX_PARTS, Name
 from ..custom_tools import arguments_of
 from ..sampling import Text
 from ..tools import MAX_TOOLS
@@ -35,7 +36,7 @@ class InputText(Wire):
 
     type: Literal["input_text"]
     text: Annotated[Text, notes.PROMPT]
-    prompt_cache_breakpoint: Annotated[CacheMark | None, LABEL, Field(exclude=True), notes.CACHE] = None
+    prompt_cache_breakpoint: CacheLabel = None
 
 
 class OutputText(Wire):
@@ -151,7 +152,8 @@ class ReasoningItem(KeptItem):
     """Passed to the chat template if there is no content."""
     content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     """The model's reasoning, passed to the chat template, which may leave it out of the prompt."""
-    unsupported: ClassVar[dict[str, Refused]] = {"encrypted_content": refused()}
+    encrypted_content: Annotated[Text | None, LABEL, Field(exclude=True)] = None
+    """Accepted: another server's encrypted reasoning cannot be read here, and is not stored."""
 
 
 class AdditionalToolsItem(Wire):
@@ -235,7 +237,8 @@ def as_turns(items: list[Json]) -> list[Json]:
         if kind == "additional_tools":
             continue
         if kind == "reasoning":
-            thought.append(reasoning_text(item))
+            if text := reasoning_text(item):  # encrypted reasoning has none
+                thought.append(text)
             continue
         is_call = kind in ("function_call", "custom_tool_call")
         if thought and not (is_call or item.get("role") == "assistant"):

@@ -173,6 +173,9 @@ def editors() -> Iterator[tuple[str, str, str, Json]]:
     limit = {"max_tokens": 32000}
     yield "opencode", "result", CHAT, {"messages": thought, "max_tokens": 2000, **AUTO, **STREAM}
     yield "opencode", "no limits known", CHAT, {"messages": ASKED, **limit, **AUTO, **STREAM}
+    # For every model that is named like one of Anthropic's, in the form of the AI SDK's openai-compatible.
+    cached = [{**message, "cache_control": MARK} for message in CALLED]
+    yield "opencode", "a name of Anthropic's", CHAT, {"messages": cached, **limit, **AUTO, **STREAM}
     titled = [SYSTEM, {"role": "user", "content": "Generate a title:\n"}, USER]
     yield "opencode", "title", CHAT, {"messages": titled, "reasoning_effort": "low", **STREAM}
 
@@ -206,6 +209,8 @@ def codex() -> Iterator[tuple[str, str, str, Json]]:
     yield name, "result", RESPONSES, {**body, "input": called}
     turn = json.dumps({"installation_id": "0f", "workspaces": {f"/home/ada/src/{n}": {"dirty": n} for n in range(40)}})
     metadata = {"session_id": "1", "turn_id": "2", "x-codex-turn-metadata": turn}
+    begun_elsewhere = [*asked, {**called[2], "content": None, "encrypted_content": "gAAAAB"}, *called[3:]]
+    yield name, "a session that began at OpenAI", RESPONSES, {**body, "input": begun_elsewhere}
     yield name, "metadata", RESPONSES, {**body, "client_metadata": metadata}
     yield name, "namespace", RESPONSES, {**body, "tools": [shell, agents]}
     spoken = [*asked, {**call, "namespace": "multi_agent_v1"}, called[-1]]

@@ -2,10 +2,12 @@
 
 import msgspec
 import pytest
+import tokenizers
+from msgspec.structs import replace
 
 from server.api.completions.request import CompletionRequest
 from server.api.completions.response import Completion
-from tests.fakes import FakeEngine, model_folder
+from tests.fakes import INFO, FakeEngine, model_folder
 from tests.server.wire import COMPLETIONS, END, LIBRARY, Odds, ask, chunks, float32, ids, joined, odds, saying, whole
 from tests.toys import byte_fallback
 
@@ -47,6 +49,63 @@ async def test_every_form_of_prompt_is_answered_n_times_prompt_by_prompt(folder,
     assert [choice["token_ids"] for choice in answer["choices"]] == [[*ids(c), END] for c in "abcdef"[: len(prompts)]]
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected)), "a prompt costs once, however many answers"
     assert answer["usage"]["completion_tokens"] == 2 * len(prompts)
+
+
+GAP = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>")
+
+
+def infilling(path, marks):
+    """A model's folder whose vocabulary has these marks, and what the engine is told of it."""
+    folder = model_folder(path / "fake")
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.add_tokens([tokenizers.AddedToken(mark, special=False, normalized=False) for mark in marks])
+    library.save(str(folder / "tokenizer.json"))
+    return folder, library, replace(INFO, vocab_size=library.get_vocab_size())
+
+
+@pytest.mark.parametrize(
+    ("marks", "written"),
+    [
+        (GAP, "<|fim_prefix|>the {<|fim_suffix|> sea<|fim_middle|>"),
+        (("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), "<fim_prefix>the {<fim_suffix> sea<fim_middle>"),
+        (("[PREFIX]", "[MIDDLE]", "[SUFFIX]"), "[SUFFIX] sea[PREFIX]the {"),
+    ],
+    ids=["Qwen", "StarCoder", "Codestral"],
+)
+async def test_a_suffix_makes_the_prompt_that_the_model_was_trained_on(tmp_path, marks, written):
+    folder, library, info = infilling(tmp_path, marks)
+    engine = FakeEngine(saying(" calm"), info=info)
+    answer = await ask(folder, COMPLETIONS, {"prompt": "the {", "suffix": " sea"}, engine)
+    assert answer.json()["choices"][0]["text"] == " calm"
+    [request] = engine.requests
+    assert list(request.prompt_ids) == library.encode(written).ids
+    assert {*request.params.stop_ids} == {END, *map(library.token_to_id, marks)} - {library.token_to_id("[MIDDLE]")}
+
+
+async def test_what_fills_a_gap_ends_in_a_mark_which_is_not_part_of_it(tmp_path):
+    folder, library, info = infilling(tmp_path, GAP)
+    said = [*ids(" calm"), library.token_to_id("<|fim_pad|>"), *ids(" never")]
+    filled, plain = [
+        (await ask(folder, COMPLETIONS, {"prompt": "the", **more}, FakeEngine(lambda _: said, info=info))).json()
+        for more in ({"suffix": " sea"}, {"max_tokens": len(said)})
+    ]
+    assert filled["choices"][0]["text"] == " calm"
+    assert filled["choices"][0]["finish_reason"] == "stop"
+    assert plain["choices"][0]["text"] == " calm<|fim_pad|> never", "without a suffix a mark is a token like others"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": "the"}, {"prompt": "the", "echo": True}, {"prompt": [11, 12]}, {"prompt": [[11]]}],
+    ids=["no marks", "echo", "ids", "lists of ids"],
+)
+async def test_a_suffix_that_cannot_be_heeded_is_refused(folder, tmp_path, body):
+    info = INFO
+    if body != {"prompt": "the"}:
+        folder, _, info = infilling(tmp_path, GAP)
+    answer = await ask(folder, COMPLETIONS, {**body, "suffix": " sea"}, FakeEngine(info=info))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "suffix")
+    assert (await ask(folder, COMPLETIONS, {**body, "suffix": ""}, FakeEngine(info=info))).status_code == 200
 
 
 async def test_an_output_has_sixteen_tokens_by_default(folder):

@@ -332,6 +332,8 @@ EFFECTS = {
 LABELS = {
     **{f"messages[{role}].content[].prompt_cache_breakpoint": {"mode": "explicit"} for role in ROLES},
     **{f"messages[{role}].content[].cache_control": {"type": "ephemeral", "ttl": "1h"} for role in ROLES},
+    **{f"messages[{role}].cache_control": {"type": "ephemeral", "ttl": "1h"} for role in ROLES},
+    **{f"tools[type={kind}].cache_control": {"type": "ephemeral"} for kind in ("function", "custom")},
     **{f"messages[].reasoning_details[].{name}": "narwhal" for name in ("data", "id", "format", "signature")},
     "messages[].reasoning_details[].index": 5,
     "prediction": {"type": "content", "content": "a = 1"},

@@ -26,6 +26,12 @@ def echo(e):
     assert e.text(echo=True, max_tokens=0) == "The captain"
 
 
+def suffix(e):
+    filled = e.choices(prompt="The captain", suffix=" of the ship")[0]
+    prompt = e.decode(filled["prompt_token_ids"])
+    assert prompt == "<|endoftext|><fim_prefix>The captain<fim_suffix> of the ship<fim_middle>"
+
+
 def add_special_tokens(e):
     assert e.prompt()[0] == 0
     assert e.prompt(add_special_tokens=False) == e.prompt()[1:]
@@ -37,6 +43,7 @@ EFFECTS = {
         "prompt": prompt,
         "logprobs": logprobs,
         "echo": echo,
+        "suffix": suffix,
         "add_special_tokens": add_special_tokens,
     }
 }

@@ -42,19 +42,21 @@ CALL = {
 LOGGED = {"id": "call_8", "type": "custom", "custom": {"name": "log", "input": "Fog."}, "index": 1}
 FUNCTION = {"name": "look", "description": "Looks at the sea.", "parameters": SCHEMA, "strict": False}
 TALK = [
-    {"role": "system", "content": [chat_part("Be brief.")], "name": "owner"},
-    {"role": "user", "content": [chat_part("Is there fog?")], "name": "Ann"},
+    {"role": "system", "content": [chat_part("Be brief.")], "name": "owner", "cache_control": MARK},
+    {"role": "user", "content": [chat_part("Is there fog?")], "name": "Ann", "cache_control": MARK},
     {
         "role": "assistant",
         "content": [chat_part("I look.")],
         "name": "Bob",
+        "cache_control": MARK,
         "reasoning_content": "Fog is white.",
         "tool_calls": [CALL, LOGGED],
         **dict.fromkeys(("refusal", "annotations", "audio", "function_call")),
         "parsed": {"a": 1},
         "cot_id": None, "cot_summary": None, "provider_specific_fields": {"b": 2},
     },
-    {"role": "tool", "content": [chat_part("No fog.")], "tool_call_id": "call_7", "name": "look"},
+    {"role": "tool", "content": [chat_part("No fog.")], "tool_call_id": "call_7", "name": "look",
+     "cache_control": MARK},
     {"role": "tool", "content": "Logged.", "tool_call_id": "call_8"},
     {"role": "assistant", "content": "None.", "reasoning": "All is clear."},
     {"role": "assistant", "content": "No ship.", "reasoning_details": [
@@ -72,7 +74,10 @@ LOG = {
 }
 TEMPLATED = {
     "messages": TALK,
-    "tools": [{"type": "function", "function": FUNCTION}, {"type": "custom", "custom": LOG}],
+    "tools": [
+        {"type": "function", "function": FUNCTION, "cache_control": MARK},
+        {"type": "custom", "custom": LOG, "cache_control": MARK},
+    ],
 }
 NAMED = {"type": "function", "function": {"name": "look"}}
 NAMED_CUSTOM = {"type": "custom", "custom": {"name": "log"}}

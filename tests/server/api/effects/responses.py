@@ -416,6 +416,7 @@ LABELS = {
     "input[].phase": "final_answer",
     f"{CONTENT}[].annotations": [{"type": "file_path"}],
     f"{CONTENT}[].logprobs": [{"token": "a"}],
+    "input[].encrypted_content": "gAAAAB",
     f"{CONTENT}[].prompt_cache_breakpoint": {"mode": "explicit"},
     **{f"{kind}.output[].prompt_cache_breakpoint": {"mode": "explicit"} for kind in (GIVEN, CUSTOM_GIVEN)},
     "text.format.name": "narwhal",

@@ -43,11 +43,12 @@ yes or no? {% for m in messages if m.role == "system" %}{{ m.content }} {% endfo
 
 
 def with_marks(folder):
-    """Make tokens of the marks of reasoning and of a reranker's yes, in the place of the vocabulary's last words."""
+    """Make tokens of the marks of reasoning and of gaps and of a reranker's yes, in the place of the vocabulary's last
+    words."""
     path = folder / "tokenizer.json"
     library = json.loads(path.read_text())
     vocab, merges = library["model"]["vocab"], library["model"]["merges"]
-    for mark in ("<think>", "</think>", "yes"):
+    for mark in ("<think>", "</think>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>", "yes"):
         word = max(vocab, key=vocab.get)
         merges[:] = [pair for pair in merges if "".join(pair if isinstance(pair, list) else pair.split(" ")) != word]
         token = {"id": vocab.pop(word), "content": mark, "special": False, "normalized": False}
