@@ -8,7 +8,7 @@ from typing import Any
 from ...files import shown
 from ...types import ModelError
 
-MODEL_TYPES = {  # for a config.json without `architectures`
+MODEL_TYPES = {  # model_type -> architecture; where config.json has both and they differ, the type counts
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral": "MinistralForCausalLM",
