@@ -99,8 +99,10 @@ class PrefixCache:
         """Return the number of a sequence's first blocks that are cached in all groups without a window."""
         count = self._most(seq)
         for group in self._unbounded:
-            found = self._cached(seq, group, 0, count)
-            count = found.index(None) if None in found else count
+            first = 0
+            while (found := self._cached(seq, group, first, min(first + 64, count))) and None not in found:
+                first += 64  # so that the hashes after the first missing block are not computed
+            count = first + found.index(None) if found else count
         return count
 
     def _hits(self, seq: Sequence, count: int) -> list[int]:

@@ -76,9 +76,15 @@ class SnapshotCache(PrefixCache):
             return []
         found = self._num_found(seq)
         self._matched = seq.id, found
-        usable = found
+        kept = found
+        while kept and self.block_hash(seq, kept - 1) not in self._published:
+            kept -= 1
+        usable = kept
         while usable and not self._can_continue(seq, usable):
             usable -= 1
+        # A running sequence computes the blocks again that a window before a snapshot lacks.
+        if (kept - usable) * seq.block_size >= self._spacing and self.block_hash(seq, kept - 1) in self._filling:
+            return None
         return None if self._awaits(seq, found, usable) else self._hits(seq, usable)
 
     def _can_continue(self, seq: Sequence, count: int) -> bool:

@@ -50,7 +50,9 @@ def plan_states(
 def _snapshots(spec: ModelSpec, seqs: int, left: int, cache: int) -> int:
     """Return the number of snapshots; `left`: the bytes that they share with the KV cache, of which they get at most
     half. `cache`: see `plan_states`."""
-    state, keys = spec.state_bytes, TOKENS * spec.kv_bytes_per_token
+    # What a window is before needs no memory for long.
+    groups = spec.groups
+    state, keys = spec.state_bytes, TOKENS * groups.windows.count(None) * groups.block_bytes(1, spec.kv_bytes_per_token)
     left = max(0, left)
     if not cache:
         return min(left // state, LEAST * seqs)

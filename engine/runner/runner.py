@@ -160,9 +160,7 @@ class Runner:
         `step_bytes`: the memory that a step takes, to be left by captures; None: as estimated.
         """
         assert config.max_len and config.max_seqs and config.max_batched_tokens
-        self.model = model
-        self.config = config
-        self.num_blocks = num_blocks
+        self.model, self.config, self.num_blocks = model, config, num_blocks
         self.device = torch.device(config.device)
         spec = model.spec
         backend = attention.create(config.attention, config.cpu_isa, invariant=config.batch_invariant)

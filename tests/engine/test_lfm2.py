@@ -23,9 +23,9 @@ def spec_of(**changes: Any) -> ModelSpec:
     return found
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make("lfm2", tmp_path)
+@pytest.fixture(params=["lfm2", "lfm3"])
+def folder(request, tmp_path: Path) -> Path:
+    return make(request.param, tmp_path)
 
 
 def changed(folder: Path, changes: dict[str, torch.Tensor | None], **keys: Any) -> EngineConfig:
@@ -143,3 +143,13 @@ def test_lfm3_without_the_norms_after_each_part_is_refused():
     source = {**config("lfm3").to_dict(), "architectures": ["Lfm3ForCausalLM"], "use_sandwich_norm": False}
     with pytest.raises(ModelError, match="needs use_sandwich_norm to be True for Lfm3ForCausalLM, not False"):
         read_spec(source, EngineConfig(model=""))
+
+
+def test_tensors_of_lfm3_have_their_own_names_in_errors(tmp_path):
+    folder = make("lfm3", tmp_path)
+    for part in ("self_attn.gate_proj", "self_attn.o_proj", "self_attn.q_norm", "post_operator_norm"):
+        name = f"model.layers.0.{part}.weight"
+        kept = load_file(folder / "model.safetensors")[name]
+        with pytest.raises(ModelError, match=f"lacks the tensor {name}"):
+            models.examine(folder, changed(folder, {name: None}))
+        changed(folder, {name: kept})

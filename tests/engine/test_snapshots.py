@@ -299,3 +299,21 @@ def test_beside_a_window_a_sequence_continues_from_the_snapshot_after_its_cached
     collect(cache, again, 1)
     assert again.num_freed == [4], "16 of 25 tokens are before the window"
     cache.check([again])
+
+
+def test_sequences_wait_for_one_that_computes_the_blocks_in_a_window_again():
+    cache = SnapshotCache(BlockPool(80), groups=CacheGroups((None, 16), (0, 1)), count=4)
+    first, second, third = (sequence(number, [*LONG, 1, 2, 3]) for number in (1, 2, 3))
+    enter(cache, first)
+    compute(cache, first)
+    cache.release(first)
+    window = cache.block_hash(second, 23) + cache._suffixes[1]
+    taken = []
+    while cache.pool.find(window) is not None:  # it is evicted before those of the other group
+        taken += cache.pool.take(1) or []
+    cache.pool.release(taken)
+    assert enter(cache, second) == 0, "there is a snapshot at 96 tokens, and no block in the window before it"
+    assert cache.match(third) is None
+    compute(cache, second)
+    assert enter(cache, third) == 96
+    cache.check([second, third])

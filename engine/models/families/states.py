@@ -171,10 +171,13 @@ STATE_FAMILIES["Qwen3NextForCausalLM"] = replace(
 # Some of the layers with attention have a window, and a rotary embedding of their own; all sublayers have two norms.
 STATE_FAMILIES["Lfm3ForCausalLM"] = replace(
     STATE_FAMILIES["Lfm2ForCausalLM"],
-    qkv_bias=None,
-    output_bias=None,
     adjusts_inner=False,
-    only=(("use_sandwich_norm", True), ("use_attention_gate", True)),
+    only=(
+        ("use_sandwich_norm", True),
+        ("use_attention_gate", True),
+        ("attention_bias", False),
+        ("hidden_act", "silu"),
+    ),
     head_dim=128,
     kv_heads=4,
     taps=7,
@@ -190,7 +193,10 @@ STATE_FAMILIES["Lfm3ForCausalLM"] = replace(
         (".post_ffn_norm.", ".post_feedforward_layernorm."),
         (".operator_norm.", ".input_layernorm."),
         (".ffn_norm.", ".pre_feedforward_layernorm."),
-        *LFM2_NAMES[2:],
+        (".embedding_norm.", ".norm."),
+        (".feed_forward.w1.", ".mlp.gate_proj."),
+        (".feed_forward.w2.", ".mlp.down_proj."),
+        (".feed_forward.w3.", ".mlp.up_proj."),
     ),
 )
 STATE_FAMILIES["Lfm2MoeForCausalLM"] = replace(

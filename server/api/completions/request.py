@@ -11,7 +11,7 @@ from ...generation.request import UNLIMITED, GenerationRequest, TextPrompts
 from ...http.fields import Refused, chosen_by, clash, refused
 from ...http.openapi import examples
 from ..response_format import FormatFields
-from ..sampling import MAX_INT, MAX_LOGPROBS, Text, TokenId
+from ..sampling import MAX_INT, MAX_LOGPROBS, MAX_TEXT, Text, TokenId
 
 MAX_PROMPTS = 256  # of one request: as many as wait in the default queue
 MAX_PROMPT_IDS = 1 << 20  # tokens; a bound for the parser, the model's own is far below
@@ -76,6 +76,8 @@ class CompletionRequest(FormatFields):
             raise clash("must be absent with echo")
         if value and form(info.data.get("prompt", "")) not in ("text", "texts"):
             raise clash("must be absent unless the prompt is a text")
+        if value and len(listed(info.data["prompt"])) * len(value) > MAX_TEXT:
+            raise clash(f"must have at most {MAX_TEXT} characters together with its copies after the other prompts")
         return value
 
     @property

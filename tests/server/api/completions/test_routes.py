@@ -108,6 +108,13 @@ async def test_a_suffix_that_cannot_be_heeded_is_refused(folder, tmp_path, body)
     assert (await ask(folder, COMPLETIONS, {**body, "suffix": ""}, FakeEngine(info=info))).status_code == 200
 
 
+async def test_a_suffix_of_many_prompts_is_bounded_like_a_body(tmp_path):
+    folder, _, info = infilling(tmp_path, GAP)
+    body = {"prompt": ["the"] * 256, "suffix": " sea" * 10_000}
+    answer = await ask(folder, COMPLETIONS, body, FakeEngine(info=info))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "suffix")
+
+
 async def test_an_output_has_sixteen_tokens_by_default(folder):
     assert (await ask(folder, COMPLETIONS, {"prompt": "the sea"})).json()["usage"]["completion_tokens"] == 16
     assert (await ask(folder, COMPLETIONS, {"prompt": "the sea", "max_tokens": 3})).json()["usage"][
