@@ -19,30 +19,39 @@ settings.load_profile("same")
 LONGEST = [
     "engine/test_paged_gpu.py",
     "engine/test_gpu_resources.py",
-    "engine/test_supervisor.py",
     "test_oracle.py",
-    "server/api/test_openapi_fuzz.py",
+    "engine/test_supervisor.py",
     "engine/test_graphs.py",
-    "server/cli/commands/test_bench.py",
-    "engine/test_out_of_memory.py",
-    "test_benchmarks.py",
-    "server/parsers/test_parsers.py",
-    "test_gpu_benchmark.py",
+    "server/api/test_openapi_fuzz.py",
     "server/test_canaries.py",
-    "server/test_kill.py",
-    "server/api/ops/test_capabilities.py",
-    "server/tokenization/test_renderer.py",
-    "engine/test_builtin.py",
-    "engine/test_cpu_attention.py",
-    "server/grammar/test_tool_calls.py",
-    "server/test_unicode.py",
-    "engine/test_embeddings.py",
-    "engine/test_grammar_answers.py",
+    "server/cli/commands/test_bench.py",
     "server/http/test_hostile.py",
-    "docker/test_docker.py",
+    "server/grammar/test_tool_calls.py",
+    "server/parsers/test_parsers.py",
+    "server/api/ops/test_capabilities.py",
+    "test_gpu_benchmark.py",
+    "test_benchmarks.py",
+    "engine/test_exact.py",
+    "engine/test_gguf_architectures.py",
+    "engine/test_cpu_attention.py",
+    "engine/test_families.py",
+    "engine/test_builtin.py",
+    "server/test_unicode.py",
+    "server/tokenization/test_renderer.py",
+    "server/test_kill.py",
+    "engine/test_kernels_blocks.py",
+    "engine/test_embeddings.py",
+    "engine/test_hub.py",
+    "engine/test_grammar_answers.py",
     "test_compare.py",
     "test_clients.py",
+    "engine/test_models.py",
+    "engine/test_kernels_build.py",
+    "engine/test_compiling.py",
+    "engine/test_gguf.py",
     "test_wheel.py",
+    "engine/test_out_of_memory.py",
+    "docker/test_docker.py",
 ]
 
 
@@ -74,6 +83,14 @@ def anyio_backend() -> str:
 def no_packaged_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without MODEL a command uses the built-in model, also on a machine that has one from a package."""
     monkeypatch.setattr(engine, "packaged_models", dict)
+
+
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's limits, which change no token, are most of an engine's start: for tests that build hundreds."""
+    from engine import roofline  # it imports torch
+
+    monkeypatch.setattr(roofline, "measure", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ import pathlib
 import random
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,11 +110,17 @@ def settings(folder: pathlib.Path, dtype: str, situation: str, cases: list[Case]
     )
 
 
-def check(folder: pathlib.Path, dtype: str, cases: list[Case], max_len: int | None = None) -> dict[str, int]:
+def check(
+    folder: pathlib.Path,
+    dtype: str,
+    cases: list[Case],
+    max_len: int | None = None,
+    situations: Iterable[str] = SITUATIONS,
+) -> dict[str, int]:
     """Situation -> number of cases with transformers' tokens."""
     return {
         situation: asyncio.run(run(settings(folder, dtype, situation, cases, max_len), cases, situation))
-        for situation in SITUATIONS
+        for situation in situations
     }
 
 

@@ -53,6 +53,7 @@ async def serve(config: EngineConfig, *, together: bool) -> tuple[Found, bool, i
         return found, engine.info.exact, sum(preempted)
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     ("name", "dtype", "quantization", "kv_dtype"),
     [

@@ -40,7 +40,12 @@ BODIES = {
     EMBEDDINGS: [{"input": ["a whale"], "encoding_format": "float", "user": "Ann"}],
     "/detokenize": [{"tokens": [5]}],
 }
-DEFAULTS = {CHAT: ASKED, COMPLETIONS: {"prompt": "Go"}, "/v1/messages": {**ASKED, "max_tokens": 4}}
+DEFAULTS = {
+    CHAT: {**ASKED, "max_tokens": 4},
+    COMPLETIONS: {"prompt": "Go", "max_tokens": 4},
+    RESPONSES: {"max_output_tokens": 16},  # no fewer are allowed
+    "/v1/messages": {**ASKED, "max_tokens": 4},
+}
 # Beside what EXAMPLES have: fields of texts at the top.
 FIELDS = {
     CHAT: {"user": "u", "stop": ["x"], "metadata": {"a": "b"}, "cache_salt": "s", "chat_template_kwargs": {"a": "b"},
@@ -95,12 +100,18 @@ class Watched(PacedServer):
         seen = {"log": self.log, "metrics": page.text, "step log": self.steps.read_text()}
         for path in ("/openapi.json", "/docs", "/version", "/v1/models", "/v1/capabilities", "/live", "/ready"):
             seen[path] = self.client.get(path).text
+        own = cmdline(self.process.pid)
         for pid in tree(self.process.pid):
-            for path in (Path(f"/proc/{pid}/cmdline"), *Path(f"/proc/{pid}/task").glob("*/comm")):
-                with contextlib.suppress(OSError):  # a thread that has ended meanwhile
-                    seen[str(path)] = path.read_text(errors="replace")
-            if pid != self.process.pid:  # the variables of its own process are as they were given
-                seen[f"environment of {pid}"] = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+            with contextlib.suppress(OSError):  # a process that has ended meanwhile
+                command, threads = cmdline(pid), list(Path(f"/proc/{pid}/task").glob("*/comm"))
+                seen[f"command of {pid}"] = command.decode(errors="replace")
+                # The variables of the server are as they were given, and so are those of a child until it has one of
+                # its own.
+                if command != own:
+                    seen[f"environment of {pid}"] = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+                for path in threads:
+                    with contextlib.suppress(OSError):
+                        seen[str(path)] = path.read_text(errors="replace")
         assert len(tree(self.process.pid)) >= 3, "the server, its engine and what renders templates"
         assert {name: self.planted.found(text) for name, text in seen.items() if PLANTED.search(text)} == {}
 
@@ -133,9 +144,25 @@ def changed(body, path, value):
     return made
 
 
-def variants(planted, route, body):
-    """The body with a secret in each of its places: as a text, as an object, and under a name that is unknown."""
+def kind_of(body, path):
+    """What tells one place from another: the names on the way to it, what objects there say of themselves, and what is
+    there. A second text in a list, or the same field in another message of its kind, is the same place."""
+    way = []
+    for part in path:
+        way.append("item" if isinstance(part, int) else (part, *(str(body.get(key)) for key in ("type", "role"))))
+        body = body[part]
+    return *way, type(body).__name__
+
+
+def variants(planted, route, body, seen):
+    """The body with a secret in each of its places: as a text, as an object, and under a name that is unknown.
+
+    Places of a kind that is among `seen`, to which this adds, are left out.
+    """
     for path, is_object in spots(body):
+        if (kind := kind_of(body, path)) in seen:
+            continue
+        seen.add(kind)
         if is_object:
             name, secret = planted.plant("name", route, *path), planted.plant("secret", route, *path)
             yield path, changed(body, (*path, name), secret)
@@ -150,7 +177,8 @@ def test_no_body_leaves_a_word_in_the_error_that_refuses_it_or_in_any_log(server
     planted = server.planted
     bodies = [DEFAULTS.get(route, {}) | body for body in BODIES[route]]
     bodies[0] = bodies[0] | FIELDS.get(route, {})
-    jobs = [(path, made) for body in bodies for path, made in variants(planted, route, body)]
+    seen = set()
+    jobs = [(path, made) for body in bodies for path, made in variants(planted, route, body, seen)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda job: server.client.post(route, json=job[1]), jobs))
     refused = 0

@@ -56,39 +56,41 @@ def collect(server: Server, body: dict, first: threading.Event | None = None) ->
     return {index: (texts[index], logprobs.get(index), reasons[index]) for index in sorted(texts)}
 
 
-# What is resubmitted does not depend on how the answer is read.
+# What is resubmitted does not depend on how the answers are read.
 @pytest.mark.parametrize(
-    ("name", "stream"),
-    [*((name, True) for name in REQUESTS), ("two choices", False), ("logprobs", False)],
-    ids=lambda part: part if isinstance(part, str) else "streaming" if part else "whole",
+    ("names", "stream"),
+    [(REQUESTS.keys(), True), (("two choices", "logprobs"), False)],
+    ids=["streaming", "whole"],
 )
-def test_a_killed_engine_changes_no_byte_of_any_answer(server, name, stream):
-    body = {**REQUESTS[name], "stream": stream}
-    undisturbed = collect(server, body)
+def test_a_killed_engine_changes_no_byte_of_any_answer(server, names, stream):
+    bodies = [{**REQUESTS[name], "stream": stream} for name in names]
+    undisturbed = [collect(server, body) for body in bodies]
     restarts, resumed = server.metric("pequod:engine_restarts_total"), server.metric("pequod:streams_resumed_total")
-    first, engine = threading.Event(), server.engine_pid
-    with concurrent.futures.ThreadPoolExecutor(1) as pool, server.paced():
+    begun, engine = [threading.Event() for _ in bodies], server.engine_pid
+    choices = sum(body.get("n", 1) for body in bodies)
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool, server.paced():
         before = server.metric("pequod:kv_blocks", state="held")
         assert before == 0
-        answer = pool.submit(collect, server, body, first)
+        answers = [pool.submit(collect, server, *each) for each in zip(bodies, begun, strict=True)]
         if stream:
-            assert first.wait(WAIT_S)
+            assert all(each.wait(WAIT_S) for each in begun)
         else:
-            eventually(lambda: server.metric("pequod:kv_blocks", state="held") > 2 * body.get("n", 1), every=0.01)
+            eventually(lambda: server.metric("pequod:kv_blocks", state="held") > 2 * choices, every=0.01)
         os.kill(engine, signal.SIGKILL)
-        assert not answer.done(), "the engine was killed too late to prove anything"
+        assert not any(answer.done() for answer in answers), "the engine was killed too late to prove anything"
         server.pace(0)
-        disturbed = answer.result(RESTART_S)
-    assert {i: (text, reason) for i, (text, _, reason) in disturbed.items()} == {
-        i: (text, reason) for i, (text, _, reason) in undisturbed.items()
-    }
-    for index, (_, logprobs, _) in undisturbed.items():
-        if logprobs:  # the tokens and their alternatives; the numbers up to the rounding of another batch
-            again = disturbed[index][1]
-            assert again["tokens"] == logprobs["tokens"] and again["text_offset"] == logprobs["text_offset"]
-            assert again["token_logprobs"] == pytest.approx(logprobs["token_logprobs"], abs=1e-4)
+        disturbed = [answer.result(RESTART_S) for answer in answers]
+    for name, once, again in zip(names, undisturbed, disturbed, strict=True):
+        assert {i: (text, reason) for i, (text, _, reason) in again.items()} == {
+            i: (text, reason) for i, (text, _, reason) in once.items()
+        }, name
+        for index, (_, logprobs, _) in once.items():
+            if logprobs:  # the tokens and their alternatives; the numbers up to the rounding of another batch
+                found = again[index][1]
+                assert found["tokens"] == logprobs["tokens"] and found["text_offset"] == logprobs["text_offset"]
+                assert found["token_logprobs"] == pytest.approx(logprobs["token_logprobs"], abs=1e-4)
     assert server.metric("pequod:engine_restarts_total") == restarts + 1
-    assert server.metric("pequod:streams_resumed_total") == resumed + body.get("n", 1)
+    assert server.metric("pequod:streams_resumed_total") == resumed + choices
     assert server.metric("pequod:kv_blocks_unaccounted") == 0
 
 

@@ -23,6 +23,8 @@ from tests.server.wire import COMPLETIONS
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 1, "seed": 7}
 SHORT = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0}
+# Between two steps beside a bystander, who shall read all the time without taking all of a core.
+PACE_S = 0.01
 
 
 class Bystander:
@@ -73,7 +75,7 @@ def alone(server):
 
 @pytest.fixture(scope="module")
 def bystander(server, alone):
-    with Bystander(server.url) as reading:
+    with server.paced(PACE_S), Bystander(server.url) as reading:
         eventually(lambda: reading.pieces)
         yield reading
     assert reading.errors == []
@@ -106,7 +108,7 @@ def test_a_bad_body_is_refused_by_name(server, undisturbed, row):
 @pytest.fixture(scope="module")
 def long_context(data, tmp_path_factory):
     folder = long_context_model(data, tmp_path_factory.mktemp("hostile") / "model")
-    with Server(str(folder), "--load-format", "dummy") as running:
+    with PacedServer(str(folder), "--load-format", "dummy", step_s=PACE_S) as running:
         yield running
 
 
