@@ -335,6 +335,8 @@ MIXTURES = [
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_steps_of_models_with_experts_equal_torch_and_ask_the_host_nothing(tmp_path, name, monkeypatch):
+    if name not in ("gpt_oss-clamped", "qwen2_moe"):  # whose experts have all that experts may have
+        monkeypatch.setattr(gpu_experts, "trial", lambda *_: None)
     model = load(make(name, tmp_path))
     assert [type(each) for each in model.executors] == [OnGPU, Eager]
     ours, torchs = cache_of(model), cache_of(model)

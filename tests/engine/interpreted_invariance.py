@@ -160,8 +160,10 @@ def test_attention_to_a_context_has_the_same_bits_however_its_tokens_are_divided
     torch.testing.assert_close(whole, want, rtol=0, atol=4e-3 if dtype == torch.float16 else 1e-5)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("is_invariant", [False, True])
+@pytest.mark.parametrize(
+    "shape, is_invariant",
+    [*((shape, True) for shape in SHAPES), *((shape, False) for shape in ("groups", "short window", "sinks"))],
+)
 def test_no_masks_of_the_keys_that_all_queries_see_change_no_bit(shape, is_invariant, monkeypatch):
     found, plain = [], paged_gpu.attend_shape
     for skips in (0, BRANCH, LOOP):
@@ -227,14 +229,13 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 )
 def test_a_product_of_any_number_of_rows_has_the_same_bits_with_all_tiles(dtype, candidates):
     x, weight, bias = numbers(150, 300, dtype=dtype), numbers(72, 300, dtype=dtype), numbers(72, dtype=dtype)
-    found: dict[int, list[Tensor]] = {}  # by the number of parts of a sum
+    found: dict[int, Tensor] = {}  # by the number of parts of a sum
     for tile in {tile for uniforms in candidates for tiles in uniforms for tile in tiles.values()}:
         for first, last in [(0, 150), (0, 1), (149, 150), (3, 20), (1, 66), (5, 5)]:
             result = multiply(x[first:last], weight, tile, bias=bias, dtype=torch.float32)
-            own = found.setdefault(tile.parts, [multiply(x, weight, tile, bias=bias, dtype=torch.float32)])
-            assert torch.equal(result, own[0][first:last])
+            assert torch.equal(result, found.setdefault(tile.parts, result)[first:last])
     want = x.double() @ weight.double().T + bias.double()
-    for (each,) in found.values():
+    for each in found.values():
         torch.testing.assert_close(each.double(), want, rtol=1e-4, atol=1e-4)
 
 
@@ -422,6 +423,8 @@ def test_latent_attention_is_proved_too(architecture, tmp_path, monkeypatch):
     model = model_of(architecture, tmp_path)
     assert (model.product.invariant, model.product.note) == (True, "")
     assert model.layers[0].shape.latent.in_two == (architecture == "YoutuGguf")
+    if architecture == "YoutuGguf":
+        return  # the other one shows that an error is found
     multiply = gpu_latent.multiply
     monkeypatch.setattr(gpu_latent, "multiply", lambda x, *more, **of: multiply(x * (1 + (len(x) == 1)), *more, **of))
     parts = model.spec, model.embedding, model.layers, model.rotaries, model.inputs
@@ -433,6 +436,8 @@ def test_latent_attention_is_proved_too(architecture, tmp_path, monkeypatch):
 def test_layers_with_experts_are_proved_too(tmp_path, name, monkeypatch):
     model = model_of(name, tmp_path)
     assert (model.product.invariant, model.product.note) == (True, "")
+    if name != "gpt_oss":
+        return  # one model shows that an error is found
     parts = model.spec, model.embedding, model.layers, model.rotaries, model.inputs
     arrange = RoutedExperts.arrange
 
@@ -453,6 +458,8 @@ def test_layers_with_experts_are_proved_too(tmp_path, name, monkeypatch):
 def test_layers_that_keep_states_are_proved_too(tmp_path, name):
     model = model_of(name, tmp_path)
     assert (model.product.invariant, model.product.note) == (True, "")
+    if name != "qwen3_5":
+        return  # one model shows that an error is found
     parts = model.spec, model.embedding, model.layers, model.rotaries, model.inputs
     mixer = model.layers[0].mixer
     assert mixer is not None

@@ -86,8 +86,7 @@ def test_every_tile_of_a_plain_weight_computes_the_product(single):
     assert relative(multiply(x, weight, single), x.double() @ weight.double().T) < 1e-6
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("activation", ["", "silu", "relu2"])
+@pytest.mark.parametrize("activation, has_norm", [("", False), ("", True), ("silu", True), ("relu2", False)])
 @pytest.mark.parametrize("columns, rows", [(200, 40), (1024, 24), (4100, 24)])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_a_quantized_weight_does_the_same(form, columns, rows, activation, has_norm):

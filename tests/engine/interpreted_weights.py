@@ -103,7 +103,7 @@ def test_any_number_of_rows_is_multiplied(form, tokens):
 def test_every_tile_computes_the_product(tile):
     """Of weights whose slices do not fill the last step, and whose sums are in several parts."""
     for form in (ROUNDED[4], Form(8, 128, has_zeros=True), Form(4, 128)):
-        product, plain = product_of(form, 70, 2 * 1024 + 128)
+        product, plain = product_of(form, 70, 1024 + 128)
         assert product.parts[0]._parts > 1
         x = torch.randn(3, plain.shape[1])
         assert relative(product.multiply_in(tile, inside(x)), x.double() @ plain.double().T) < 1e-6

@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 
 from tests.engine.tape import recorded
 
+BOOL = np.dtype(bool)
 LOGICAL = {np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.equal, np.not_equal}  # the same for bits as for integers
 
 
@@ -124,7 +125,7 @@ def make_types_once() -> None:
 def binary_op(_: Any, lhs: Any, rhs: Any, op: Any) -> Any:
     """Compute as the interpreter does, which also looks at the size of results that have the type of the operands."""
     left, right = lhs.data, rhs.data
-    if left.dtype == bool == right.dtype and op not in LOGICAL:
+    if left.dtype is BOOL is right.dtype and op not in LOGICAL:
         output = (op(left.astype(np.int8), right.astype(np.int8)) & 1).astype(np.bool_)
     else:
         output = op(left, right)
@@ -136,6 +137,27 @@ def binary_op(_: Any, lhs: Any, rhs: Any, op: Any) -> Any:
 
 def expand_dims(_: Any, arg: Any, axis: int) -> Any:
     return interpreter.TensorHandle(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
+
+
+def element_bytes(kind: Any) -> int:
+    """Return the bytes of an element to which a pointer of this type points; a type keeps it."""
+    found: int | None = kind.__dict__.get("element_bytes")
+    if found is None:
+        element = kind.element_ty
+        while hasattr(element, "element_ty"):
+            element = element.element_ty
+        found = kind.element_bytes = max(1, element.primitive_bitwidth // 8)
+    return found
+
+
+def addptr(_: Any, ptr: Any, offset: Any) -> Any:
+    bytes_ = np.multiply(offset.data, element_bytes(ptr.dtype), dtype=np.uint64, casting="unsafe")
+    return interpreter.TensorHandle(ptr.data + bytes_, ptr.dtype)
+
+
+def handle_init(self: Any, data: Any, dtype: Any) -> None:
+    """Set what is used of a handle: nothing reads the attributes that hints of kernels add."""
+    self.data, self.dtype = data, dtype
 
 
 def converted_by_torch(convert: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,6 +176,7 @@ def converted_by_torch(convert: Callable[..., Any]) -> Callable[..., Any]:
 def prepare() -> None:
     """Check that Triton interprets, make its products independent of places, and leave out half of its work."""
     assert os.environ.get("TRITON_INTERPRET") == "1"
+    torch.set_num_threads(1)  # of matrices as small as these; threads that wait for each other take CPU time
     interpreter.InterpreterBuilder.create_dot = rounded_once(interpreter.InterpreterBuilder.create_dot)
     interpreter._patch_attr = record
     tl.core._unwrap_if_constexpr = unwrapped_by_type(tl.core._unwrap_if_constexpr)
@@ -163,8 +186,10 @@ def prepare() -> None:
     make_types_once()
     interpreter.InterpreterBuilder.binary_op = binary_op
     interpreter.InterpreterBuilder.create_expand_dims = expand_dims
+    interpreter.InterpreterBuilder.create_addptr = addptr
     # At each operation the interpreter checks of its own result that the array is no wider than its type.
-    interpreter.TensorHandle.__post_init__ = lambda _: None
+    interpreter.TensorHandle.__init__ = handle_init
+    interpreter.TensorHandle.set_attr = lambda *_: None
     # All tensors are on the host. What copies them there leaves cycles, which would keep them after they are freed.
     interpreter.GridExecutor._init_args_hst = lambda _, args, options: (args, options)
     interpreter.GridExecutor._restore_args_dev = lambda *_: None

@@ -26,6 +26,8 @@ BROADCASTING = {
     *(f"create_icmp{each}" for each in ("SLE", "SLT", "SGE", "SGT", "ULE", "ULT", "UGE", "UGT", "EQ", "NE")),
     *(f"create_fcmp{each}" for each in ("OLT", "OGT", "OLE", "OGE", "OEQ", "UNE")),
 }  # fmt: skip
+PLAIN = {int, bool, str, type(None)}
+WHOLE = slice(None)
 MOST = 20_000  # kinds of arguments of one operation; more are not kept
 
 
@@ -118,7 +120,7 @@ def _add_value(value: Any, key: list[Any], kept: list[Any]) -> bool:
         value = value.value
         kind = value.__class__
         key.append(kind)
-    if kind is int or kind is bool or kind is str or value is None:
+    if kind in PLAIN:
         key.append(value)
     elif kind is float:
         key.append(value.hex())  # there are two zeros
@@ -138,26 +140,49 @@ def _add_value(value: Any, key: list[Any], kept: list[Any]) -> bool:
 def recorded(function: Callable[..., Any], semantic: TritonSemantic[Any]) -> Callable[..., Any]:
     """Return an operation of triton.language that is recorded once for each kind of arguments, then repeated."""
     found: dict[tuple[Any, ...], tuple[Callable[..., Any] | None, list[Any]]] = {}
-    tensor, is_recorded = tl.tensor, function.__name__ not in NOT_RECORDED
+    unary: dict[tuple[Any, ...], Callable[..., Any]] = {}  # by a tensor, and by a constant or indices
+    binary: dict[tuple[Any, ...], Callable[..., Any]] = {}  # by two tensors
+    tensor, constexpr, is_recorded = tl.tensor, tl.constexpr, function.__name__ not in NOT_RECORDED
 
     def called(*args: Any, **options: Any) -> Any:
+        """Look for the most frequent arguments by short keys, which are made in less time than what is repeated."""
+        if options or len(args) != 2 or args[0].__class__ is not tensor:
+            return general(args, options)
+        first, second = args
+        kind = second.__class__
+        if kind is tensor:
+            key: tuple[Any, ...] = id(first.type), id(second.type), first.handle is second.handle
+            repeated = binary.get(key)
+            if repeated is not None:
+                return repeated(first.handle, second.handle)
+            return general(args, options, binary, key)
+        if kind is constexpr:
+            second = second.value
+        if second.__class__ in PLAIN or (second.__class__ is float and second):  # there are two zeros
+            key = id(first.type), kind, second.__class__, second
+        elif kind is tuple and all([each is None or each == WHOLE for each in second]):
+            key = id(first.type), kind, *[each is None for each in second]
+        else:
+            return general(args, options)
+        repeated = unary.get(key)
+        return general(args, options, unary, key) if repeated is None else repeated(first.handle)
+
+    def general(
+        args: tuple[Any, ...], options: dict[str, Any], frequent: dict[Any, Any] | None = None, short: Any = None
+    ) -> Any:
         if "_semantic" in options:  # a part of another operation
             return function(*args, **options)
         key: list[Any] = []
         inputs: list[Any] = []
         kept: list[Any] = []  # what is in the key by its id
         is_known = is_recorded
-        for value in args:
-            if value.__class__ is tensor:
+        for value in (*args, *options, *options.values()):
+            kind = value.__class__
+            if kind is tensor:
                 key.append(id(value.type))
                 inputs.append(value.handle)
-            else:
-                is_known &= _add_value(value, key, kept)
-        for name, value in options.items():
-            key.append(name)
-            if value.__class__ is tensor:
-                key.append(id(value.type))
-                inputs.append(value.handle)
+            elif kind in PLAIN:
+                key += kind, value
             else:
                 is_known &= _add_value(value, key, kept)
         if len(inputs) == 2:
@@ -175,7 +200,10 @@ def recorded(function: Callable[..., Any], semantic: TritonSemantic[Any]) -> Cal
         results = result if isinstance(result, tuple) and len(result) > 1 else () if result is None else (result,)
         are_tensors = all(isinstance(each, tensor) for each in results)
         kept += [each.type for each in (*args, *options.values()) if isinstance(each, tensor)]
-        found[tuple(key)] = recording.function(results) if are_tensors else None, kept
+        made = recording.function(results) if are_tensors else None
+        found[tuple(key)] = made, kept
+        if frequent is not None and made is not None:
+            frequent[short] = made
         return result
 
     return called
