@@ -15,7 +15,7 @@ from .local import LocalEngine
 from .machine_memory import measure as measure_memory
 from .packaged import on_this_machine as packaged_models
 from .packaged import pull
-from .process import begin_child, child_environment, spawn
+from .process import begin_child, spawn
 from .supervisor import Child, ProcessEngine
 from .tokenizer_files.byte_level import byte_characters
 from .tokenizer_files.folder import MAX_BYTES as TOKENIZER_BYTES
@@ -68,7 +68,6 @@ __all__ = [
     "TokenLogprob",
     "begin_child",
     "byte_characters",
-    "child_environment",
     "cpp_compiler",
     "fetch",
     "grammar_problem",

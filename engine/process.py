@@ -9,7 +9,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Collection
 
 # Variables that no child needs: other processes of the same user can read a process's environment.
 SECRETS = ("PEQUOD_API_KEY", "PEQUOD_METRICS_KEY")
@@ -19,15 +18,15 @@ PR_SET_PDEATHSIG = 1
 GC_THRESHOLD = 10_000
 
 
-def child_environment(without: Collection[str] = SECRETS) -> dict[str, str]:
-    """Return the environment of a child that runs a module of ours: this process's own, without these variables.
+def child_environment() -> dict[str, str]:
+    """Return the environment of a child that runs a module of ours: this process's own, without SECRETS.
 
     The child imports this package from the same path as the parent. It imports nothing from the current directory,
     which may be an untrusted model folder.
     """
     given = os.getenv("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, given)])  # an empty one is the cwd
-    environment = {name: value for name, value in os.environ.items() if name.upper() not in without}
+    environment = {name: value for name, value in os.environ.items() if name.upper() not in SECRETS}
     return {**environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
-from engine import child_environment
+
+def child_environment() -> dict[str, str]:
+    """The environment of a child that runs a module of ours, from any directory.
+
+    The child imports nothing from the current directory, which may be an untrusted model folder.
+    """
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, given)])  # an empty entry is the directory
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def run_python(

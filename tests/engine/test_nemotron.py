@@ -169,7 +169,7 @@ def test_layers_differ_from_those_of_llama():
         ({"layers_block_type": ["mamba", ["mlp"]]}, "layer 1 is .*mlp.*, which no layer of this model can be"),
         ({"hybrid_override_pattern": "-M*"}, "layer 0 is an MLP or experts, which must follow a layer of attention"),
         ({"hybrid_override_pattern": "M-E*"}, "layer 2 is an MLP or experts, which must follow a layer of attention"),
-        ({"hybrid_override_pattern": "M-M-"}, "names no layer with attention"),
+        ({"hybrid_override_pattern": "M-M-"}, "names no layer with full attention"),
         ({"num_hidden_layers": 4}, "num_hidden_layers is 4, but 5 layers are listed"),
         ({"mlp_hidden_act": "silu"}, "needs mlp_hidden_act to be relu2 for NemotronHForCausalLM, not silu"),
         ({"mlp_hidden_act": "cube"}, "has no activation 'cube'"),

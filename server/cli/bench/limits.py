@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from engine import child_environment
-
+from ...child import child_environment
 from ...settings import with_flags
 from ..commands import Failure
 

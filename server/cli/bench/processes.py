@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
 
-from engine import child_environment
-
 from ... import settings
+from ...child import child_environment
 from ..commands import Failure, warn
 
 if TYPE_CHECKING:
@@ -179,7 +178,7 @@ def _plain(value: Any) -> Any:
 def environment() -> dict[str, str]:
     """Return the environment of a measured Pequod: this process's, without addresses to listen on."""
     excluded = {settings.PREFIX + name.upper() for name in (*LISTENING, "config")}
-    return child_environment(without=excluded)
+    return {name: value for name, value in child_environment().items() if name.upper() not in excluded}
 
 
 def tree(pid: int) -> list[int]:
